@@ -106,7 +106,7 @@ def test_a_prompt_of_text_alone(native, tiny, kind):
 @pytest.mark.parametrize(
     ("kind", "method", "why"),
     [
-        ("llava", "meda", "allocator 'entropy' looks at all layers"),
+        ("llava", "meda", "bounded prefill cannot use allocator 'entropy'"),
         ("llava", "full", "the budget covers the whole prompt"),
     ],
 )

@@ -216,7 +216,7 @@ def test_a_conversation_over_them_becomes_no_stream(made):
     talk.context.cache.set_plan(pykvedge.plan("snapkv", 64))
     talk.decode(messages()[1])
     talk.context.cache.keep("")
-    with pytest.raises(UnsupportedError, match="quantised rows would be rounded each time"):
+    with pytest.raises(UnsupportedError, match="each compression would round quantised rows again"):
         call("compress_stream", talk.context.cache.handle, 0)
 
 

@@ -178,9 +178,9 @@ def test_all_rows_of_a_head_have_one_bias(native):
 
 
 def test_what_cannot_be_matched_is_refused_in_one_line(native):
-    with pytest.raises(UsageError, match="reducer 'match' fits rows to the queries of a prompt that is complete"):
+    with pytest.raises(UsageError, match="reducer 'match' needs all queries of a complete prompt"):
         check_stream(plan_of(64))
-    assert "reducer 'match' fits rows to all queries" in why_not_bounded(plan_of())
+    assert "reducer 'match': the reducer needs all queries" in why_not_bounded(plan_of())
 
 
 # ----------------------------------------------------------------------------------------------- the running model

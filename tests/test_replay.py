@@ -115,7 +115,7 @@ def test_a_pass_that_does_not_fit_is_refused(native):
 
 def test_where_there_is_no_second_pass_a_method_of_one_is_refused(native):
     plan = pykvedge.plan("kvzip", 64, allocator="uniform")
-    with pytest.raises(UsageError, match="a stream never is"):
+    with pytest.raises(UsageError, match="a stream has no complete prompt"):
         native_plan.check_stream(plan)
     assert "a second time" in native_plan.why_not_bounded(pykvedge.plan("kvzip-uniform"))
     assert native_plan.why_not_bounded(pykvedge.plan("h2o", scorer="replay")) == ""
@@ -224,7 +224,7 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
                 begin(*wrong)
         with pytest.raises(StateError, match="only 0 were read"):
             begin(10, 20, 0, 1)
-        with pytest.raises(StateError, match="has not taken place"):
+        with pytest.raises(StateError, match="needs a complete second pass"):
             cache.compress()
         begin(0, 40, 0, 6)
         for doing in (lambda: begin(0, 40, 0, 6), cache.compress):
@@ -233,7 +233,7 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
         context.decode(random_tokens(4))
         call("replay_end", cache.handle, 0)
         context.n[0] = 40
-        with pytest.raises(StateError, match="has not taken place"):  # two tokens are missing
+        with pytest.raises(StateError, match="needs a complete second pass"):  # two tokens are missing
             cache.compress()
         context.read_chunk_again(chunk, random_tokens(6))
         cache.compress()
@@ -258,7 +258,7 @@ def test_a_program_that_knows_nothing_of_it_goes_by_the_prompts_own_queries(nati
             else:
                 with pytest.raises(AssertionError):
                     context.decode([7])
-                with pytest.raises(StateError, match="has not taken place"):
+                with pytest.raises(StateError, match="needs a complete second pass"):
                     context.cache.check()
 
 

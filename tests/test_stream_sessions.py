@@ -96,7 +96,7 @@ def test_a_session_file_goes_on_as_a_stream(tiny, native, tmp_path):
         say(session, "What is this? " * 10)
         session.save(file)
     with tiny("llava").session(plan, stream=True) as session:
-        with pytest.raises(UsageError, match="needs a bound"):
+        with pytest.raises(UsageError, match="needs a budget in KV pairs"):
             session.load(file)
         session.load(file, plan)
         say(session, "word " * 200)
@@ -170,7 +170,7 @@ def test_the_command(kvedge, tiny, picture_file):
     assert report["kv"]["peak_bytes"] < report["kv"]["full_bytes"]
     shown = kvedge("chat", *model.arguments(), *options, "What happens?")
     assert shown.code == 0 and "-> 64 of 64" in shown.err and "KV" in shown.err
-    kvedge("chat", *model.arguments(), "--stream", "What?").failed(2, "budget 2048")
+    kvedge("chat", *model.arguments(), "--stream", "What?").failed(2, "a budget in KV pairs per head, such as 2048")
     kvedge("chat", *model.arguments(), *options, "--kv-type", "q4_0", "What?").failed(2, "q4_0")
     kvedge("chat", *model.arguments(), *options, "--image", "none.png", "What?").failed(1, "none.png")
     spoken = kvedge("chat", *model.arguments(), "--budget", 64, "--stream", stdin="And? " * 40)

@@ -11,35 +11,39 @@ namespace kvedge {
 
 kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, kvedge_error * err) {
     if (plan_reach(plan) == Reach::rows) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' looks at all layers before it grants a budget to the first", plan.allocator->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use allocator '%s': the allocator reads rows or queries of all "
+                    "layers before it sets a budget; use another allocator", plan.allocator->name);
     }
     if (plan.reducer->queries) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to all queries of the prompt, which are not kept where it is bounded; use another",
-                    plan.reducer->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use reducer '%s': the reducer needs all queries of the prompt, "
+                    "which bounded prefill does not keep; use another reducer", plan.reducer->name);
     }
     if (plan_reach(plan) == Reach::scores && plan.reducer->reduce) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' would merge before allocator '%s' has granted its budgets, which need all layers",
-                    plan.reducer->name, plan.allocator->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use reducer '%s' with allocator '%s': the allocator sets budgets "
+                    "after the last layer, and merged rows cannot be trimmed; use reducer evict or another allocator", plan.reducer->name,
+                    plan.allocator->name);
     }
     if (plan_reach(plan) == Reach::scores && storage.quantised()) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' needs all layers before it grants its budgets, and quantised rows are not trimmed",
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use allocator '%s' with quantised rows: the allocator sets budgets "
+                    "after the last layer, and quantised rows cannot be trimmed; use another allocator, or store rows as f16, bf16 or f32",
                     plan.allocator->name);
     }
     if (plan_reach(plan) == Reach::scores && plan.scorer->reserve) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' chooses by two scores, and allocator '%s' grants its budgets after the last layer",
-                    plan.scorer->name, plan.allocator->name);
-    }
-    if (plan_reach(plan) == Reach::scores && plan.critical != Critical::none) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "critical chooses by two scores, and allocator '%s' grants its budgets after the last layer",
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use scorer '%s' with allocator '%s': the scorer chooses by two "
+                    "scores, and the allocator sets budgets after the last layer; use another scorer or allocator", plan.scorer->name,
                     plan.allocator->name);
     }
+    if (plan_reach(plan) == Reach::scores && plan.critical != Critical::none) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use critical with allocator '%s': critical chooses by two scores, "
+                    "and the allocator sets budgets after the last layer; use critical none or another allocator", plan.allocator->name);
+    }
     if (plan_observes(plan).again) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' reads the prompt a second time, when all of it is there; set its source to prompt to do without",
-                    plan.scorer->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use scorer '%s': the scorer reads the complete prompt a second "
+                    "time; set scorer.source=prompt", plan.scorer->name);
     }
     if (own_thread_only(*plan.scorer) || own_thread_only(*plan.reducer)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "%s '%s' must run on the thread that asked for the compression",
-                    own_thread_only(*plan.scorer) ? "scorer" : "reducer",
+        return fail(err, KVEDGE_E_UNSUPPORTED, "bounded prefill cannot use %s '%s', which must run on the calling thread; use a built-in "
+                    "stage or a C stage with thread_safe", own_thread_only(*plan.scorer) ? "scorer" : "reducer",
                     own_thread_only(*plan.scorer) ? plan.scorer->name : plan.reducer->name);
     }
     return ok(err);

@@ -52,7 +52,7 @@ LayerTokens layer_tokens_of(const Job & job, size_t l) {
 
 Projections & projections_of(const Sequence & seq) {
     if (!seq.projections) {
-        throw StageFailure("the output projections that the plan asks for are not there");
+        throw StageFailure("the plan needs the output projections of the layers, but they are not set; call kvedge_plan_set_projection");
     }
     return *seq.projections;
 }

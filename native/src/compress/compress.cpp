@@ -72,16 +72,15 @@ bool observation_was_stopped(const Sequence & seq, const Observation & wanted) {
 
 kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err) {
     if (observation_was_stopped(seq, plan_observes(plan))) {
-        return fail(err, KVEDGE_E_STATE, "a batch was stopped while the prompt was read; clear the sequence and read it again");
+        return fail(err, KVEDGE_E_STATE, "a batch of the prompt was stopped before its end; clear the sequence and read the prompt again");
     }
     if (plan_observes(plan).again) {
         return fail(err, KVEDGE_E_STATE,
-                    "scorer '%s' goes by a second pass over the prompt, which has not taken place (kvedge_replay_begin); "
-                    "set its source to prompt to do without",
-                    plan.scorer->name);
+                    "scorer '%s' needs a complete second pass over the prompt before the compression; call kvedge_replay_begin, or "
+                    "set scorer.source=prompt", plan.scorer->name);
     }
     return fail(err, KVEDGE_E_STATE,
-                "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
+                "the plan needs attention data that was not collected while the prompt was read; set the plan before the prompt");
 }
 
 // Returns whether the gathered peaks suit the plan. `apart` needs peaks per query head, which peaks per KV head do not contain.
@@ -196,7 +195,8 @@ static kvedge_status compress_tokens(
         return ok(err);
     }
     if (pending_differs(seq.rows)) {
-        return fail(err, KVEDGE_E_STATE, "the sequence is a stream, whose heads hold different tokens: it is compressed as one");
+        return fail(err, KVEDGE_E_STATE, "the sequence is a stream, whose KV heads hold different tokens; compress the stream with "
+                    "kvedge_compress_stream");
     }
     const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
     const bool reduced  = kvedge_plan_budget(&plan, T) < T;
@@ -213,7 +213,7 @@ static kvedge_status compress_tokens(
     }
     Unsealed unsealed(seq.rows);
     if (!unsealed.good()) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
+        return fail(err, KVEDGE_E_MEMORY, "no memory to convert quantised rows for the compression");
     }
     Job        job  = make_job(seq, plan, n_threads, scored);
     const bool any  = job.pending.n > 0;

@@ -194,9 +194,10 @@ kvedge_status check_projections(
         return status;
     }
     const bool        rule = plan.critical != Critical::none;
-    const std::string who  = rule ? std::string("critical ") + name_of(plan.critical) : std::string("projected of scorer '") + plan.scorer->name + "'";
+    const std::string who  = rule ? std::string("critical ") + name_of(plan.critical)
+                                  : std::string("scorer.projected of scorer '") + plan.scorer->name + "'";
     if (!projections) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s needs the output projection of the layers: kvedge_plan_set_projection", who.c_str());
+        return fail(err, KVEDGE_E_ARGUMENT, "%s needs the output projection of the layers; call kvedge_plan_set_projection", who.c_str());
     }
     for (size_t l = 0; l < shapes.size(); l++) {
         if (const auto why = projections->weights().unusable(l, shapes[l]); !why.empty()) {
@@ -221,8 +222,8 @@ extern "C" kvedge_status kvedge_plan_set_projection(
         return ok(err);
     }
     if (n_layers < 1 || n_heads < 1 || d_v < 1 || width < 1 || n_layers > MOST || n_heads > MOST || d_v > MAX_HEAD_SIZE || width > WIDEST) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_projection: dimensions are 1 or more, up to %d layers and heads, %d numbers a "
-                    "head and %d a row", MOST, MAX_HEAD_SIZE, WIDEST);
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_projection: a dimension is out of range; use 1 to %d layers and heads, 1 to "
+                    "%d numbers per head, and a width of 1 to %d", MOST, MAX_HEAD_SIZE, WIDEST);
     }
     const auto given = std::make_shared<GivenWeights>();
     given->n_layers  = n_layers;
@@ -236,7 +237,7 @@ extern "C" kvedge_status kvedge_plan_set_projection(
             for (size_t c = 0; c < down; c++) {
                 const float x = *values++;
                 if (!std::isfinite(x)) {
-                    return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_projection: a weight is NaN or infinite");
+                    return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_projection: a weight is NaN or infinite; pass finite weights");
                 }
                 given->values[(l * down + c) * across + i] = x;
             }
@@ -245,5 +246,5 @@ extern "C" kvedge_status kvedge_plan_set_projection(
     plan->projection = given;
     return ok(err);
 } catch (...) {
-    return caught(err, "take a projection");
+    return caught(err, "set the projection");
 }

@@ -12,42 +12,44 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
     const Observation wanted = plan_observes(plan);
     if (plan.budget_ratio > 0.0) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "a stream needs a bound in KV pairs per head, such as budget 2048: a share is of a prompt that is complete");
+                    "a stream needs a budget in KV pairs per head, such as 2048; a ratio needs a complete prompt");
     }
     if (plan.allocator != find_allocator("uniform")) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "all heads of a stream hold as many KV pairs; use allocator uniform instead of '%s'",
-                    plan.allocator->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "all KV heads of a stream must hold the same number of KV pairs; use allocator uniform "
+                    "instead of '%s'", plan.allocator->name);
     }
     if (plan.decode->evict) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "the bound of a stream holds for the answer, too; use decode keep-all instead of '%s'",
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the budget of a stream already limits the answer; use decode keep-all instead of '%s'",
                     plan.decode->name);
     }
     if (wanted.counts()) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep; use another",
-                    plan.scorer->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs the number of queries that saw each token, and a stream does not keep "
+                    "this number; use another scorer", plan.scorer->name);
     }
     if (plan.scorer->joins_heads && plan.scorer->joins_heads(params)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens; use another", plan.scorer->name);
+                    "scorer '%s' gives all KV heads of a layer one score, but the KV heads of a stream hold different tokens; use another "
+                    "scorer", plan.scorer->name);
     }
     if (wanted.any_peaks()) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by the largest attention over a prompt that is complete, which a stream never is; use another",
-                    plan.scorer->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs the largest attention of a complete prompt, but a stream has no complete "
+                    "prompt; use another scorer", plan.scorer->name);
     }
     if (plan.reducer->queries) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to the queries of a prompt that is complete, which a stream never is; use another",
-                    plan.reducer->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' needs all queries of a complete prompt, but a stream has no complete prompt; "
+                    "use another reducer", plan.reducer->name);
     }
     if (plan.keep_all_text) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the budget of a stream; use text_overflow budget"
+                    );
     }
     if (wanted.moments > plan.budget_pairs) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps the first %d tokens, more than the bound of %d; raise the budget or set fewer aside",
-                    plan.scorer->name, wanted.moments, plan.budget_pairs);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps the first %d tokens, more than the budget of %d KV pairs; raise the "
+                    "budget or lower scorer.n_sink", plan.scorer->name, wanted.moments, plan.budget_pairs);
     }
     if (!plan.scorer->custom && wanted.window > plan.budget_pairs) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget or lower its window",
-                    plan.scorer->name, wanted.window, plan.budget_pairs);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps the last %d tokens, more than the budget of %d KV pairs; raise the "
+                    "budget or lower scorer.window", plan.scorer->name, wanted.window, plan.budget_pairs);
     }
     return ok(err);
 }
@@ -55,15 +57,17 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
 kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error * err) try {
     if (seq.rows.storage().quantised() || has_whole(seq.rows)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "a stream is compressed again and again, and quantised rows would be rounded each time; store it as f16, bf16 or f32");
+                    "a stream is compressed many times, and each compression would round quantised rows again; store rows as f16, bf16 or "
+                    "f32");
     }
     if (seq.rows.evicting() || !seq.open_stream(plan.sinks)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "the heads of this sequence hold different numbers of KV pairs; it cannot go on as a stream");
+                    "the KV heads of this sequence hold different numbers of KV pairs, so the sequence cannot become a stream; clear the "
+                    "sequence first");
     }
     return ok(err);
 } catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to go on with the sequence as a stream");
+    return fail(err, KVEDGE_E_MEMORY, "no memory to make the sequence a stream");
 }
 
 // Returns whether every wanted quantity was observed for at least some tokens.

@@ -102,7 +102,7 @@ static std::vector<std::vector<int32_t>> chosen(const World & w) {
     std::vector<std::vector<int32_t>> out;
     kvedge_error                      err{};
     const auto                        status = kvedge_compress(w.kv, 0, &err);
-    CHECK(status == KVEDGE_OK || (status == KVEDGE_E_STATE && std::strstr(err.message, "a batch was stopped")));
+    CHECK(status == KVEDGE_OK || (status == KVEDGE_E_STATE && std::strstr(err.message, "a batch of the prompt was stopped")));
     for (int32_t l = 0; status == KVEDGE_OK && l < w.stats().n_layers; l++) {
         for (int32_t h = 0; kvedge_head_length(w.kv, 0, l, h) >= 0; h++) {
             out.push_back(w.kept(l, h));
