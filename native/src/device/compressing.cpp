@@ -168,7 +168,7 @@ Outcome GraphRows::Compressing::lay_out_next() {
             }
         }
         if (!places[l].empty() && !next.lay_out(l, std::move(rows))) {
-            return problem(Outcome::full, l, "has no memory for the rows that stay");
+            return problem(Outcome::full, l, "has no memory for the kept rows");
         }
         if (next.even && from.even && !places[l].empty() && n_old(l, 0) > 0) {  // the old number of slots is enough
             Group & group = next.layers[l].groups[0];
@@ -241,16 +241,16 @@ Outcome GraphRows::Compressing::problem(Outcome outcome, size_t l, const std::st
 Outcome GraphRows::Compressing::prepare(size_t l, GraphBuilder & builder) {
     const auto device = from.layers[l].device;
     if (const char * operation = kvedge::lacking(device, builder.graph)) {
-        return problem(Outcome::lacking, l, std::string("has no ") + operation);
+        return problem(Outcome::lacking, l, std::string("cannot compute operation ") + operation);
     }
     const bool room = from.devices[from.layers[l].on].worker->make_room(device, builder.graph, from.n_threads);
-    return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress in");
+    return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress rows");
 }
 
 Outcome GraphRows::Compressing::compute(size_t l, GraphBuilder & builder) {
     rows.work.operations += operations_of(builder.graph);
     const bool good = from.devices[from.layers[l].on].worker->compute(builder.graph);
-    return good ? Outcome::done : problem(Outcome::failed, l, "failed");
+    return good ? Outcome::done : problem(Outcome::failed, l, "failed to compress rows; read the prompt again");
 }
 
 void GraphRows::Compressing::upload(GraphTransfer & transfer) {
@@ -366,7 +366,7 @@ Outcome GraphRows::Compressing::open(Bundle & bundle) {
         build_graphs(bundle);
     }
     if (!bundle.transfer || !bundle.transfer->allocate()) {
-        return problem(Outcome::full, first, "has no memory for the rows that stay");
+        return problem(Outcome::full, first, "has no memory for the kept rows");
     }
     upload(*bundle.transfer);
     Outcome outcome = Outcome::done;
@@ -436,17 +436,17 @@ Outcome GraphRows::Compressing::check() {
         const LayerShape & s = (*from.shapes)[l];
         for (size_t h = 0; h < places[l].size(); h++) {
             if (job.kept[l][h].empty()) {
-                return problem(Outcome::lacking, l, "keeps a row of every head");
+                return problem(Outcome::lacking, l, "cannot store a KV head that keeps no rows");
             }
         }
         for (const Group & group : from.layers[l].groups) {
             if (!as_numbers(group.k) || !as_numbers(group.v)) {
-                return problem(Outcome::lacking, l, "copies rows of whole numbers only");
+                return problem(Outcome::lacking, l, "cannot copy rows whose size is not a multiple of 4 bytes");
             }
         }
         const bool plain = ggml_type_of(job.storage.k) != GGML_TYPE_COUNT && ggml_type_of(job.storage.v) != GGML_TYPE_COUNT;
         if (!places[l].empty() && !(plain && attends_to(from.layers[l].device, job.storage, s.d_k, s.d_v))) {
-            return problem(Outcome::lacking, l, "does not attend to rows of these types");
+            return problem(Outcome::lacking, l, "cannot compute attention over rows of these types");
         }
     }
     return Outcome::done;

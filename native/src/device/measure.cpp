@@ -458,10 +458,10 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
 // Returns what devices cannot measure in this job, for a message; NULL: nothing.
 static const char * unmeasured(const Slots & slots, const MeasureJob & job) {
     if (job.n_window > job.n_tokens) {
-        return "a window that is longer than the prompt";
+        return "with a window that is longer than the prompt";
     }
     if (slots.form.storage.quantised()) {
-        return "scores of quantised rows";
+        return "of quantised rows";
     }
     return nullptr;
 }
@@ -481,15 +481,15 @@ DeviceRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job,
         return fail(outcome, on.device, why);
     };
     if (const char * operation = lacking(on.device, cgraph)) {
-        return end(Outcome::lacking, std::string("lacks ") + operation);
+        return end(Outcome::lacking, std::string("cannot compute operation ") + operation);
     }
     on.worker->give_back_memory();  // frees the work memory of earlier graphs
     if (!graph.transfer.allocate() || !on.worker->make_room(on.device, cgraph, slots_.n_threads)) {
-        return end(Outcome::full, "has no memory to measure rows");
+        return end(Outcome::full, "has no memory to compute scores");
     }
     graph.transfer.upload(slots_.n_threads);
     if (!on.worker->compute(cgraph)) {
-        return end(Outcome::failed, "failed to measure rows");
+        return end(Outcome::failed, "failed to compute scores");
     }
     graph.transfer.download(slots_.n_threads);
     work.operations += operations_of(cgraph);
@@ -508,7 +508,7 @@ DeviceRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measu
     const char *  what  = unmeasured(slots_, job);
     out.resize(slots_.layers.size());
     for (size_t i = 0; i < slots_.devices.size() && job.wanted.any() && job.n_tokens > 0; i++) {
-        const Outcome outcome = what ? fail(Outcome::lacking, slots_.devices[i].device, std::string("does without ") + what)
+        const Outcome outcome = what ? fail(Outcome::lacking, slots_.devices[i].device, std::string("cannot compute scores ") + what)
                                      : measure_on(i, job, out);
         if (outcome != Outcome::done) {
             return outcome;

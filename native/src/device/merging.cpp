@@ -173,7 +173,7 @@ Outcome GraphRows::Merging::search_some(std::vector<ProductSearch> & searches) {
         compare(searches[i], less, found, lists, builder);
     }
     if (!room || !lists.allocate()) {
-        return of.problem(Outcome::full, layer, "has no memory to merge rows in");
+        return of.problem(Outcome::full, layer, "has no memory to merge rows");
     }
     of.upload(lists);
     Outcome outcome = of.prepare(layer, builder);

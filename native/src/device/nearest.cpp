@@ -111,7 +111,7 @@ Outcome GraphRows::Merging::search_own(const std::vector<size_t> & layers) {
         builder.add(x.out);
     }
     if (!transfer.allocate()) {
-        return of.problem(Outcome::full, layers[0], "has no memory to merge rows in");
+        return of.problem(Outcome::full, layers[0], "has no memory to merge rows");
     }
     of.upload(transfer);
     Outcome outcome = of.prepare(layers[0], builder);

@@ -132,7 +132,7 @@ const Group & Slots::group_of(size_t l, int32_t head, size_t & at) const {
             return group;
         }
     }
-    throw std::logic_error("a head lies in no group");
+    throw std::logic_error("a KV head belongs to no group");
 }
 
 std::vector<int32_t> Slots::places_of(size_t l, int32_t head) const {
