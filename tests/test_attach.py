@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_stored_says_why(tiny, closing):
     from llama_cpp import Llama
 
     llm = closing(Llama(str(tiny("llama", head_size=20).model), n_ctx=64, verbose=False))
-    with pytest.raises(NothingToCompressError, match="no multiple of 8"):
+    with pytest.raises(NothingToCompressError, match="the head size is not a multiple of 8"):
         pykvedge.attach(llm, "h2o")
 
 

@@ -182,7 +182,7 @@ def context(native, tiny):
 def test_a_batch_that_was_not_announced_so_is_refused(context):
     context.cache.bound_prompt(np.zeros(100, dtype=np.uint8))
     assert decode(context, 99) != 0
-    with pytest.raises(StateError, match="as announced"):
+    with pytest.raises(StateError, match="must have the announced number of tokens"):
         context.cache.check()
 
 

@@ -85,7 +85,7 @@ def test_what_cannot_be_dropped_is_said_in_a_line(talk, reads, closing):  # noqa
         talk("kvzip").drop_turn(2)
     other = talk("meda")
     before = reads[0]
-    with pytest.raises(UnsupportedError, match="cannot turn with the keys; use a method without allocator entropy"):
+    with pytest.raises(UnsupportedError, match="positions cannot be changed; use a method without allocator entropy"):
         other.drop_turn(2)
     assert ask(other, "What is the code in image 3?") and reads[0] < before + 60  # the conversation still exists
     with pytest.raises(UsageError, match="set keep to 'ram' or 'disk'"):

@@ -146,7 +146,7 @@ def test_a_model_that_shares_a_cache_takes_no_bounded_prompt(tiny, native):
         report = say(session, QUESTION, [scene()])
         assert report.bounded is False and "earlier one" in report.not_bounded
         session.engine.cache.compress()
-        with pytest.raises(UnsupportedError, match="an earlier one"):
+        with pytest.raises(UnsupportedError, match="an earlier layer"):
             session.engine.cache.bound_prompt(np.zeros(4, np.uint8))
 
 

@@ -144,7 +144,7 @@ def test_an_answer_that_lost_rows_is_said_and_goes_on_as_without(context, policy
         say_on(talk, messages()[1])
         talk.answer(answers()[1])
     kept, without = (talk.context for talk in talks)
-    assert "a decode policy dropped some" in kept.cache.keep_problem() and kept.cache.stats().whole_bytes == 0
+    assert "a decode policy dropped rows" in kept.cache.keep_problem() and kept.cache.stats().whole_bytes == 0
     assert keeping.equal_pairs(kept, without)
     np.testing.assert_array_equal(kept.logits(), without.logits())
 
@@ -155,7 +155,7 @@ def test_a_plan_that_saw_nothing_of_the_rows_is_said(context, tiny, profile_file
         begun(talk)
         give_plan(talk.context, tiny("llama"), pykvedge.plan("h2o", 0.3), profile_file)
         say_on(talk, messages()[1])
-    assert "saw nothing of them" in talks[0].context.cache.keep_problem()
+    assert "the plan has changed" in talks[0].context.cache.keep_problem()
     assert keeping.equal_pairs(talks[0].context, talks[1].context)
 
 
@@ -183,7 +183,7 @@ def test_rows_of_devices_are_whole_on_the_host(native, closing, tiny, monkeypatc
     talk = Talk(made[0])
     for message, answer in zip(messages()[:3], answers(), strict=False):
         talk.say(message)
-        assert talk.context.cache.device_problem() == "all rows are kept, on the host"
+        assert talk.context.cache.device_problem() == "whole rows are kept on the host"
         talk.anew(made[1])  # this context compresses in the place of its rows, and rounds them there
         assert talk.context.held() == made[1].held()
         talk.answer(answer)

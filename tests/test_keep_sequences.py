@@ -124,7 +124,7 @@ def test_copies_are_counted_once_and_the_oldest_goes_first(contexts):
     begun(context, 2)
     assert [context.cache.stats(i).whole_bytes > 0 for i in range(4)] == [False, True, True, False]
     for i in (0, 3):
-        assert "beyond the limit" in context.cache.keep_problem(i)
+        assert "exceeded the limit" in context.cache.keep_problem(i)
     keeping.emptied(alone)
     without = begun(alone)
     first.answer([9]), without.answer([9])  # the answer goes on in a sequence that lost its whole rows
@@ -135,7 +135,7 @@ def test_what_is_too_much_by_itself_is_given_up_and_the_answer_goes_on(contexts)
     context, alone = contexts()
     context.cache.keep("ram", "", 1000)
     talks = begun(context), begun(alone)
-    assert "beyond the limit" in context.cache.keep_problem() and context.cache.stats().whole_bytes == 0
+    assert "exceeded the limit" in context.cache.keep_problem() and context.cache.stats().whole_bytes == 0
     np.testing.assert_array_equal(context.logits(), alone.logits())
     for talk in talks:
         talk.decode(random_tokens(30))

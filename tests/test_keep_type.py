@@ -187,7 +187,7 @@ def test_answers_over_them_are_not_called_exact(made, tmp_path):
     other = made("snapkv", of="f16")
     other.cache.load(bytes(tmp_path / "talk.kvs"), "model")
     for context in (talk.context, other):
-        with pytest.raises(UnsupportedError, match="whole rows were rounded to q8_0"):
+        with pytest.raises(UnsupportedError, match="whole rows are rounded to q8_0"):
             call("verify_whole", context.cache.handle, 0, 2)
     for settings, says in [
         ({"keep": "ram", "keep_type": "q8_0", "exact": True}, "leave exact or keep_type out"),

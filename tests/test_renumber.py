@@ -282,7 +282,7 @@ def test_what_cannot_turn_is_refused(native, tiny, kind, kv_type, why):
 def test_calls_that_fit_no_sequence_are_refused(tiny, moving):
     context = moving(tiny("llama").model, pykvedge.plan("h2o", 0.2))
     context.read(random_tokens(60))
-    with pytest.raises(UsageError, match="is at position 59; the next one cannot come at 40"):
+    with pytest.raises(UsageError, match="is at position 59, so the next token cannot have position 40"):
         context.cache.renumber(40, 20)
     for most in (0, -1):
         with pytest.raises(UsageError, match="most is below 1"):
@@ -290,6 +290,6 @@ def test_calls_that_fit_no_sequence_are_refused(tiny, moving):
     assert libkvedge.lib().kvedge_renumber(context.cache.handle, 0, 20, None, None) == 1
     matched = moving(tiny("llama").model, pykvedge.plan("h2o", 0.2, reducer="match"))
     matched.read(random_tokens(60))
-    with pytest.raises(StateError, match="compress it before"):
+    with pytest.raises(StateError, match="compress the prompt before"):
         matched.cache.renumber(60, 20)
     assert ctypes.c_int32(matched.at).value == 60

@@ -222,13 +222,13 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
         for wrong in ((0, 41, 0, 1), (-1, 4, 0, 1), (4, 4, 0, 1), (0, 4, 41, 1), (0, 4, 0, 0)):
             with pytest.raises(UsageError, match="does not fit"):
                 begin(*wrong)
-        with pytest.raises(StateError, match="only 0 were read"):
+        with pytest.raises(StateError, match="has read only 0 tokens"):
             begin(10, 20, 0, 1)
         with pytest.raises(StateError, match="needs a complete second pass"):
             cache.compress()
         begin(0, 40, 0, 6)
         for doing in (lambda: begin(0, 40, 0, 6), cache.compress):
-            with pytest.raises(StateError, match="end it first"):
+            with pytest.raises(StateError, match="call kvedge_replay_end first"):
                 doing()
         context.decode(random_tokens(4))
         call("replay_end", cache.handle, 0)
@@ -239,11 +239,11 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
         cache.compress()
         assert {len(tokens) for layer in context.held() for tokens in layer} != {40}
         assert np.mean([len(tokens) for layer in context.held() for tokens in layer]) == 12
-        with pytest.raises(StateError, match="no whole prompt"):
+        with pytest.raises(StateError, match="needs an uncompressed prompt"):
             begin(0, 1, 0, 1)
         cache.set_plan(pykvedge.plan("snapkv", 0.3))
         context.decode(random_tokens(20))
-        with pytest.raises(UnsupportedError, match="scorer 'window' goes by no second pass"):
+        with pytest.raises(UnsupportedError, match="scorer 'window' with these settings uses no second pass"):
             begin(0, 20, 0, 1)
 
 

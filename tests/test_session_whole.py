@@ -173,7 +173,7 @@ def test_their_limit_holds_for_a_file(whole):
     with model.session(keep="ram", keep_space=4096) as session:
         session.load(file)
         assert session.engine.cache.stats().whole_bytes == 0
-        assert "beyond the limit" in session.engine.cache.keep_problem()
+        assert "exceeded the limit" in session.engine.cache.keep_problem()
 
 
 def test_saving_changes_nothing_for_the_conversation(tiny, native, tmp_path):

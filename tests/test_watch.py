@@ -122,7 +122,7 @@ def test_rows_that_changed_since_have_no_weights(opened):
     ours.decode(random_tokens(1))
     assert len(ours.cache.attention(0, 0)) == 41
     ours.decode(random_tokens(2))
-    with pytest.raises(StateError, match="single token"):
+    with pytest.raises(StateError, match="single watched token"):
         ours.cache.attention(0, 0)
     for layer, head in ((2, 0), (-1, 0), (0, 4), (0, -1)):
         with pytest.raises(UsageError):

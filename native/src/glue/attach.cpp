@@ -28,7 +28,7 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
         return call(self(user_data));
     } catch (...) {
         kvedge_error now{};
-        caught(&now, "take the next tokens");
+        caught(&now, "decode the next tokens");
         self(user_data).context.report(now.status, now.message);
         return failed;
     }
@@ -79,7 +79,8 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
     };
     p.seq_move = [](void * u) {
         guarded_between(u, false, [](kvedge_cache & c) {
-            return c.context.deny(KVEDGE_E_UNSUPPORTED, "positions cannot be moved by llama_memory_seq_add or seq_div; kvedge_renumber makes them smaller");
+            return c.context.deny(KVEDGE_E_UNSUPPORTED, "llama_memory_seq_add and llama_memory_seq_div cannot change positions in a kvedge "
+                                                        "cache; use kvedge_renumber to make positions smaller");
         });
     };
     p.release  = [](void * u) { self(u).context.llama = nullptr; };
@@ -108,9 +109,10 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
     known              = code == 0 || code == -2;  // -2: llama.cpp noticed the error after it took the provider
     switch (code) {
         case 0:  break;
-        case -2: return fail(err, KVEDGE_E_MEMORY, "llama.cpp could not reserve its compute buffers");
-        case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");
-        default: return fail(err, KVEDGE_E_NOTHING, "this model keeps no plain KV cache; there is nothing to compress");
+        case -2: return fail(err, KVEDGE_E_MEMORY, "llama.cpp could not reserve its compute buffers; free memory, or use a smaller n_ctx "
+                             "or n_ubatch");
+        case -3: return fail(err, KVEDGE_E_STATE, "the context already has an attention provider; detach that provider first");
+        default: return fail(err, KVEDGE_E_NOTHING, "this model has no KV cache that kvedge can compress; use the context without kvedge");
     }
     kvedge_status status = kv.context.error.status;  // of a layer that llama.cpp asked for and that failed
     if (status != KVEDGE_OK) {
@@ -126,11 +128,11 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
         return status;
     }
     if (kv.layers.declined && !kv.layers.shares_kv) {
-        return fail(err, KVEDGE_E_NOTHING, "kvedge cannot store what this model attends to: its heads are of no multiple of 8 up to %d numbers, "
-                    "or it adds something of its own to their logits (ALiBi)", MAX_HEAD_SIZE);
+        return fail(err, KVEDGE_E_NOTHING, "kvedge cannot store the keys and values of this model: the head size is not a multiple of 8 up "
+                    "to %d, or the model adds a bias (ALiBi) to the attention logits", MAX_HEAD_SIZE);
     }
-    return kv.layers.shares_kv ? fail(err, KVEDGE_E_NOTHING, "layers of this model read the KV cache of another one, which is compressed on "
-                                                      "the host only; keep its layers off the devices")
+    return kv.layers.shares_kv ? fail(err, KVEDGE_E_NOTHING, "some layers of this model read the keys and values of another layer; kvedge "
+                                      "can compress these only on the host, so keep the layers off the devices")
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
@@ -163,7 +165,7 @@ kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kved
 extern "C" kvedge_status kvedge_options_init(kvedge_options * options, size_t struct_size, kvedge_error * err) try {
     return write_struct(DEFAULT_OPTIONS, options, struct_size)
                ? ok(err)
-               : fail(err, KVEDGE_E_ARGUMENT, "kvedge_options_init: options is NULL, or its size is too small");
+               : fail(err, KVEDGE_E_ARGUMENT, "kvedge_options_init: options is NULL, or struct_size is too small");
 } catch (...) {
     return caught(err, "fill the options");
 }
@@ -177,8 +179,8 @@ extern "C" kvedge_status kvedge_attach(
     kvedge_options o = DEFAULT_OPTIONS;
     Storage        storage;
     if (!read_options(options, o) || !make_storage(o.type_k, o.type_v, storage)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are not as kvedge_options_init() makes them, or ask for what "
-                    "only a newer library knows");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are invalid or of a newer kvedge.h; fill options with "
+                    "kvedge_options_init() first");
     }
     if (plan) {
         if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
@@ -186,10 +188,11 @@ extern "C" kvedge_status kvedge_attach(
         }
     }
     if (!llama_get_memory(ctx)) {
-        return fail(err, KVEDGE_E_NOTHING, "this model has no memory; there is nothing to compress");
+        return fail(err, KVEDGE_E_NOTHING, "this model has no KV cache; there is nothing to compress");
     }
     if (holds_tokens(ctx)) {
-        return fail(err, KVEDGE_E_STATE, "the context holds tokens; attach before the first decode or clear its memory");
+        return fail(err, KVEDGE_E_STATE, "the context holds tokens; attach before the first decode, or clear the memory of the context "
+                    "first");
     }
     Attaching attaching(ctx);
     auto &    kv      = attaching.kv;
@@ -211,7 +214,7 @@ extern "C" kvedge_status kvedge_attach(
     *out = kv.release();
     return ok(err);
 } catch (...) {
-    return caught(err, "attach");
+    return caught(err, "attach to the context");
 }
 
 extern "C" void kvedge_detach(kvedge_cache * kv) try {
@@ -226,7 +229,7 @@ extern "C" void kvedge_detach(kvedge_cache * kv) try {
 }
 
 extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) {
-    return claimed(kv, plan, "kvedge_set_plan: cache or plan is NULL", "take a plan", err, [&] {
+    return claimed(kv, plan, "kvedge_set_plan: cache or plan is NULL", "set the plan", err, [&] {
         if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
             return status;
         }
@@ -238,7 +241,7 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 
 extern "C" kvedge_status kvedge_set_sequence_plan(
     kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) {
-    return claimed(kv, true, "kvedge_set_sequence_plan: cache is NULL", "take a plan", err, [&] {
+    return claimed(kv, true, "kvedge_set_sequence_plan: cache is NULL", "set the plan", err, [&] {
         const auto there  = check_sequence(*kv, seq_id, err);
         const auto status = there == KVEDGE_OK && plan ? check_plan(*kv, *plan, err) : there;
         if (status == KVEDGE_OK) {
@@ -256,7 +259,7 @@ extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
 }
 
 extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) {
-    return claimed(kv, n_tokens >= 0, "kvedge_expect: cache is NULL, or the number is negative", "announce tokens", err, [&] {
+    return claimed(kv, n_tokens >= 0, "kvedge_expect: cache is NULL, or n_tokens is negative", "announce tokens", err, [&] {
         const auto status = check_sequence(*kv, seq_id, err);
         if (status == KVEDGE_OK) {
             kv->sequences.open(seq_id).expected = n_tokens;
@@ -371,7 +374,7 @@ extern "C" kvedge_status kvedge_head_tokens(
     return claimed(kv, true, "kvedge_head_tokens: cache is NULL", "list the tokens", err, [&] {
         const SequenceState * s = kv->sequences.find(seq_id);
         if (!s || !kv->layers.holds(i, head) || !out) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: the sequence, layer or KV head does not exist");
         }
         const auto tokens = s->seq->rows.head_tokens(i, head);
         const auto status = check_room("kvedge_head_tokens", tokens.size(), "tokens", n_out, err);

@@ -91,5 +91,5 @@ extern "C" kvedge_status kvedge_load_backends(kvedge_error * err) try {
     return fail(err, KVEDGE_E_MEMORY, "no memory to load ggml's backends");
 } catch (...) {
     // ggml walks the folder with std::filesystem
-    return fail(err, KVEDGE_E_FILE, "the folder of libkvedge cannot be read");
+    return fail(err, KVEDGE_E_FILE, "the folder of libkvedge cannot be read; allow reading, or reinstall kvedge");
 }

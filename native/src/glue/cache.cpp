@@ -108,7 +108,7 @@ kvedge_status kvedge_cache::to_host(const SequenceState & state, kvedge_error * 
     self.finish_graphs();
     return self.devices.to_host(const_cast<SequenceState &>(state))
                ? KVEDGE_OK
-               : fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+               : fail(err, KVEDGE_E_MEMORY, "no memory on the host to copy the keys and values of the sequence from a device");
 }
 
 void kvedge_cache::clear() {
@@ -135,7 +135,8 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         if (wanted && any) {
             state.drop_bounded();
             if (!devices.to_host(state) || !keeping.remove(state, p0, p1)) {
-                context.deny(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, which is gone now");
+                context.deny(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, so the whole sequence was removed; "
+                                              "decode the sequence again");
                 it = all.erase(it);
                 continue;
             }
@@ -165,11 +166,11 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         return true;
     }
     if (source->whole_in_use()) {
-        return context.deny(KVEDGE_E_STATE, "a verification of drafts was begun; end it before the sequence is copied (kvedge_verify_end)");
+        return context.deny(KVEDGE_E_STATE, "a verification of drafts has begun; call kvedge_verify_end before you copy the sequence");
     }
     if (const SequenceState * there = sequences.find(to); there && !covers(source->seq->rows, p0, p1, there->seq->rows)) {
-        return context.deny(KVEDGE_E_UNSUPPORTED, "a sequence was copied onto another that holds tokens beside it; remove those before "
-                            "(llama_memory_seq_rm)");
+        return context.deny(KVEDGE_E_UNSUPPORTED, "the target of a sequence copy holds tokens that the copy does not replace; remove these "
+                                                  "tokens first (llama_memory_seq_rm)");
     }
     finish_graphs();
     auto copy = devices.to_host(*source) ? source->seq->clone() : nullptr;

@@ -8,7 +8,7 @@
 namespace kvedge {
 
 inline kvedge_status fail_busy(kvedge_error * err) {
-    return fail(err, KVEDGE_E_STATE, "another thread is in a call with this cache; wait until it is back");
+    return fail(err, KVEDGE_E_STATE, "another thread uses this cache; wait until the call of that thread returns");
 }
 
 // Claims the cache, runs call() and returns its status. given: all required arguments are there; `missing`: the message if not. doing: what
@@ -43,13 +43,14 @@ inline kvedge_status check_sequence(const kvedge_cache & kv, int32_t seq_id, kve
     }
     return seq_id >= 0 && (uint32_t) seq_id < llama_n_seq_max(kv.context.llama)
                ? ok(err)
-               : fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
+               : fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d; use a number from 0 to n_seq_max - 1", seq_id);
 }
 
 // Checks that n things fit the caller's n_out places. Errors: KVEDGE_E_ARGUMENT.
 inline kvedge_status check_room(const char * function, size_t n, const char * things, int32_t n_out, kvedge_error * err) {
     return n_out >= 0 && n <= (size_t) n_out ? ok(err)
-                                             : fail(err, KVEDGE_E_ARGUMENT, "%s: %zu %s do not fit %d places", function, n, things, n_out);
+                                             : fail(err, KVEDGE_E_ARGUMENT, "%s: %zu %s do not fit the output, which has room for %d; pass "
+                                                    "a larger output", function, n, things, n_out);
 }
 
 // Claims the cache and returns call(). Returns `none` if the cache is NULL, another thread is inside, or call() throws.

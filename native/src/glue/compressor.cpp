@@ -12,18 +12,19 @@
 namespace kvedge {
 
 kvedge_status fail_replaying(kvedge_error * err) {
-    return fail(err, KVEDGE_E_STATE, "a chunk of a second pass over the prompt was begun; end it first (kvedge_replay_end)");
+    return fail(err, KVEDGE_E_STATE, "a chunk of a second pass over the prompt has begun; call kvedge_replay_end first");
 }
 
 kvedge_status fail_verifying(kvedge_error * err) {
-    return fail(err, KVEDGE_E_STATE, "a verification of drafts was begun; end it first (kvedge_verify_end)");
+    return fail(err, KVEDGE_E_STATE, "a verification of drafts has begun; call kvedge_verify_end first");
 }
 
 // Removes a bounded prompt that failed from the sequence.
 static kvedge_status fail_bounded(SequenceState & state, kvedge_error * err) {
     state.drop_bounded();
     state.has_uncompressed_prompt = false;
-    return fail(err, KVEDGE_E_STATE, "the prompt could not be compressed layer by layer and is gone; clear the sequence and try again");
+    return fail(err, KVEDGE_E_STATE, "the bounded prefill failed, and the prompt was removed; clear the sequence and decode the prompt "
+                "again");
 }
 
 kvedge_status Compressor::check(SequenceState & state, kvedge_error * err) {
@@ -74,13 +75,13 @@ DeviceRows * Compressor::device_of(SequenceState & state, const kvedge_plan & pl
         return nullptr;
     }
     if (!state.limits.empty()) {
-        state.device_problem = "tokens have limits, which the host applies";
+        state.device_problem = "limits of tokens are applied on the host";
     } else if (keeps) {
-        state.device_problem = "all rows are kept, on the host";
+        state.device_problem = "whole rows are kept on the host";
     } else if (reads) {
-        state.device_problem = std::string("'") + reads + "' has no graph: it reads rows on the host";
+        state.device_problem = std::string("'") + reads + "' has no graph for devices, so the host read the rows";
     } else if (state.device->form().storage.quantised() || (sequences_.storage.quantised() && even_rows(state.seq->rows) != 0)) {
-        state.device_problem = "rows are quantised already";
+        state.device_problem = "the rows are quantised already, and devices compress plain rows only";
     }
     return state.device_problem.empty() ? state.device.get() : nullptr;
 }
@@ -115,7 +116,8 @@ kvedge_status Compressor::compress_rows(SequenceState & state, Compression & out
     }
     const uint64_t fetched = all ? 0 : rows_away(state) + devices_.read_queries(state);
     if (!all && !devices_.to_host(state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host to compress the keys and values of %d tokens; free memory or shorten the "
+                    "prompt", n_tokens);
     }
     state.device_work.to_host += fetched;
     return with_device(state, state.device ? before : 0, outcome, compress_pending(*state.seq, plan, context_.threads(), outcome, err));
@@ -176,14 +178,15 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
 kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err) {
     keeping_.adopt_written_rows();
     if (!state.whole.seq || state.verified) {
-        return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows to choose from now (kvedge_keep)", state.id);
+        return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows to choose from; call kvedge_keep before the prompt, and end a "
+                    "verification of drafts first", state.id);
     }
     if (!state.kept.empty()) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "the decode policy dropped rows of the answer; use decode policy keep-all");
     }
     devices_.wait();
     if (!devices_.to_host(state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host to copy the keys and values of the sequence from a device");
     }
     Sequence &    whole = *state.whole.seq;
     const int32_t n_new = state.seq->rows.n_tokens() - whole.rows.n_tokens();

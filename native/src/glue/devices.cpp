@@ -133,7 +133,7 @@ bool Devices::stays(const Run & run) const {
 
 bool Devices::report_full(const GraphRows & device, int32_t n) {
     const std::string what = "device " + device.full_device() + " has no memory for the keys and values of " + std::to_string(n) +
-                             " tokens; put fewer layers on it, or keep rows on the host";
+                             " tokens; put fewer layers on the device, or keep rows on the host";
     context_.report(KVEDGE_E_MEMORY, what.c_str());
     return false;
 }
@@ -143,7 +143,7 @@ bool Devices::needed_on_host(SequenceState & state) {
     if (to_host(state)) {
         return true;
     }
-    context_.report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
+    context_.report(KVEDGE_E_MEMORY, "no memory on the host to copy keys and values from devices");
     return false;
 }
 

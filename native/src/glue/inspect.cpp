@@ -12,7 +12,7 @@ extern "C" kvedge_status kvedge_layer_shape(
     const char * missing = "kvedge_layer_shape: cache or an output is NULL";
     return claimed(kv, n_heads && n_heads_kv && d_k && d_v, missing, "read the shape of a layer", err, [&] {
         if (!kv->layers.holds(i)) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer");
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: the layer does not exist");
         }
         const LayerShape & s = kv->layers.shapes[(size_t) i];
         *n_heads             = s.n_heads;
@@ -28,7 +28,7 @@ extern "C" kvedge_status kvedge_head_rows(
     return claimed(kv, true, "kvedge_head_rows: cache is NULL", "copy the rows", err, [&] {
         const SequenceState * state = kv->sequences.find(seq_id);
         if (!state || !kv->layers.holds(i, head) || !k || !v) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: the sequence, layer or KV head does not exist, or an output is NULL");
         }
         const LayerShape & s    = kv->layers.shapes[(size_t) i];
         const Store &      rows = state->seq->rows;
@@ -50,7 +50,7 @@ extern "C" kvedge_status kvedge_head_biases(
     return claimed(kv, true, "kvedge_head_biases: cache is NULL", "copy the biases", err, [&] {
         const SequenceState * state = kv->sequences.find(seq_id);
         if (!state || !kv->layers.holds(i, head) || !out) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_biases: no such sequence, layer or head, or out is NULL");
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_biases: the sequence, layer or KV head does not exist, or out is NULL");
         }
         const Store & rows = state->seq->rows;
         if (const auto status = check_room("kvedge_head_biases", (size_t) rows.head_length(i, head), "rows", n_out, err); status != KVEDGE_OK) {
@@ -66,7 +66,7 @@ extern "C" kvedge_status kvedge_pending_scores(
     return claimed(kv, true, "kvedge_pending_scores: cache is NULL", "score the tokens", err, [&] {
         const SequenceState * state = kv->sequences.find(seq_id);
         if (!state || !kv->layers.holds(i) || !out) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: the sequence or layer does not exist, or out is NULL");
         }
         if (const auto status = kv->to_host(*state, err); status != KVEDGE_OK) {
             return status;

@@ -84,7 +84,7 @@ bool Keeping::wanted(SequenceState & state) const {
     }
     if (state.seq->rows.contents().pending_from > 0) {
         if (state.whole.problem.empty()) {
-            state.whole.problem = "the conversation was compressed before without its whole rows";
+            state.whole.problem = "the conversation was compressed before without keeping whole rows";
         }
         return false;
     }
@@ -116,7 +116,7 @@ void Keeping::keep_within(SequenceState & state) {
             const bool older = other.whole.compression_number < oldest->whole.compression_number;
             oldest           = other.whole.seq && !other.whole_in_use() && older ? &other : oldest;
         }
-        give_up(*oldest, "all whole rows together went beyond the limit of " + std::to_string(most_ >> 20) + " MiB");
+        give_up(*oldest, "the whole rows of all sequences exceeded the limit of " + std::to_string(most_ >> 20) + " MiB");
     }
 }
 
@@ -136,9 +136,9 @@ void Keeping::write(SequenceState & state) try {
         spill_->write(std::move(job));
     }
 } catch (const std::system_error & error) {
-    give_up(state, std::string("no thread could be started to write them: ") + error.what());
+    give_up(state, std::string("no thread could be started to write whole rows: ") + error.what());
 } catch (const std::bad_alloc &) {
-    give_up(state, "no memory to write them");
+    give_up(state, "no memory to write whole rows");
 }
 
 void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) {
@@ -159,7 +159,7 @@ void Keeping::store_whole_rows(SequenceState & state) {
     state.whole.compression_number = ++compression_number_;
     state.whole.problem.clear();
     if (storage_.quantised() && !seal_whole(state.whole.seq->rows, storage_, context_.threads())) {
-        give_up(state, std::string("no memory to store them as ") + format(storage_.k).name);
+        give_up(state, std::string("no memory to store whole rows as ") + format(storage_.k).name);
     }
     keep_within(state);
     if (state.whole.seq && spill_) {
@@ -199,7 +199,7 @@ void Keeping::adopt_written_rows(SequenceState & state) {
         switch (job.state) {
             case SpillJob::State::waiting: j++; continue;
             case SpillJob::State::failed:
-                give_up(state, "kvedge " + (job.problem.empty() ? "had no memory to write them" : job.problem));
+                give_up(state, "kvedge " + (job.problem.empty() ? "had no memory to write whole rows" : job.problem));
                 return;
             case SpillJob::State::dropped: jobs.erase(jobs.begin() + (std::ptrdiff_t) j); continue;
             case SpillJob::State::written: break;
@@ -231,7 +231,7 @@ void Keeping::remove_whole(SequenceState & state, int32_t p0, int32_t p1) try {
     state.whole.n_read = std::min(state.whole.n_read, whole.rows.n_tokens());
     whole.observed.skip_windows(read ? state.whole.n_read : from);  // an answer's tokens are in no window
 } catch (const std::bad_alloc &) {
-    give_up(state, "no memory to remove tokens from them");
+    give_up(state, "no memory to remove tokens from whole rows");
 }
 
 bool Keeping::remove(SequenceState & state, int32_t p0, int32_t p1) {
@@ -267,14 +267,15 @@ void Keeping::recall(SequenceState & state) {
         wanted.again = wanted.apart = false;  // a second pass covers all tokens
     }
     if (!all_observed(whole, wanted)) {
-        return give_up(state, "the plan is another one now, whose scorer saw nothing of them");
+        return give_up(state, "the plan has changed, and the new plan needs attention data that was not collected while the prompt was "
+                              "read");
     }
     devices_.wait();
     if (n > 0 && !devices_.to_host(state)) {
-        return give_up(state, "no memory on the host for the answer's rows, which lie on a device");
+        return give_up(state, "no memory on the host to copy the answer's rows from a device");
     }
     if (!holds_last(state.seq->rows, n)) {
-        return give_up(state, "the answer's rows are not all there any more: a decode policy dropped some, or tokens were removed");
+        return give_up(state, "some rows of the answer are missing: a decode policy dropped rows, or tokens were removed");
     }
     if (n > 0 && !append_last(whole.rows, state.seq->rows, n)) {
         return give_up(state, "no memory for the answer's rows");
@@ -296,14 +297,14 @@ using namespace kvedge;
 
 extern "C" kvedge_status kvedge_keep(kvedge_cache * kv, kvedge_keep_place place, const char * folder, uint64_t most_bytes, kvedge_type type,
                                      kvedge_error * err) {
-    const char * missing = "kvedge_keep: cache is NULL, there is no such place, or type is neither f16 nor q8_0";
+    const char * missing = "kvedge_keep: cache is NULL, place is unknown, or type is neither f16 nor q8_0";
     return claimed(kv, place >= KVEDGE_KEEP_NOT && place <= KVEDGE_KEEP_FILE && (type == KVEDGE_TYPE_F16 || type == KVEDGE_TYPE_Q8_0), missing,
                    "keep whole rows", err, [&] { return kv->keeping.set(place, folder, most_bytes, type, err); });
 }
 
 extern "C" kvedge_status kvedge_limit_tokens(
     kvedge_cache * kv, int32_t seq_id, int32_t first, int32_t last, int32_t most, kvedge_error * err) {
-    const char * missing = "kvedge_limit_tokens: cache is NULL, or there are no such tokens";
+    const char * missing = "kvedge_limit_tokens: cache is NULL, first is negative, or last is not above first";
     return claimed(kv, first >= 0 && first < last, missing, "limit tokens", err, [&] {
         SequenceState * const state = kv->sequences.find(seq_id);
         if (!state || last > state->seq->rows.n_tokens()) {
@@ -331,7 +332,7 @@ extern "C" kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, 
     return in_context(kv, true, "kvedge_choose_again: cache is NULL", "choose rows again", err, [&] {
         SequenceState * const state = kv->sequences.find(seq_id);
         if (!state) {
-            return fail(err, KVEDGE_E_STATE, "sequence %d is empty", seq_id);
+            return fail(err, KVEDGE_E_STATE, "sequence %d is empty; read a prompt first", seq_id);
         }
         kv->context.synchronize();
         kv->finish_graphs();

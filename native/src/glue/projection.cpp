@@ -91,7 +91,7 @@ void read_packed(const ggml_tensor & w, int32_t n_threads, float * out) {
     for (int64_t first = 0; first < w.ne[0]; first += probe.columns()) {
         const float * columns = probe.read(first);
         if (!columns) {
-            throw StageFailure(std::string("the weights of ") + ggml_get_name(&w) + " cannot be read back from where they are packed");
+            throw StageFailure(std::string("the packed weights of tensor ") + ggml_get_name(&w) + " cannot be read");
         }
         const auto n = (size_t) std::min(probe.columns(), w.ne[0] - first);
         for (size_t r = 0; r < down; r++) {
@@ -123,11 +123,11 @@ class ModelWeights : public OutputWeights {
             return "the model has no tensor " + name;
         }
         if (w->ne[0] != (int64_t) shape.n_heads * shape.d_v || w->ne[2] != 1 || w->ne[3] != 1) {
-            return name + " has rows of " + std::to_string(w->ne[0]) + " numbers, its " + std::to_string(shape.n_heads) +
-                   " heads make " + std::to_string(shape.n_heads * shape.d_v);
+            return name + " has rows of " + std::to_string(w->ne[0]) + " numbers, but its " + std::to_string(shape.n_heads) +
+                   " heads need " + std::to_string(shape.n_heads * shape.d_v);
         }
         if (w->type != GGML_TYPE_F32 && !ggml_get_type_traits(w->type)->to_float) {
-            return name + " is of type " + ggml_type_name(w->type) + ", which cannot be read";
+            return name + " has type " + ggml_type_name(w->type) + ", which kvedge cannot read";
         }
         return "";
     }

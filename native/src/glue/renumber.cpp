@@ -13,22 +13,22 @@ namespace {
 // Checks that the keys of all layers can be rotated to other positions, and that the model uses positions in no other way.
 kvedge_status check_turning(const kvedge_cache & kv, kvedge_error * err) {
     if (is_quantised(kv.sequences.storage.k)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "keys are stored as %s, which turning them would round again; store them as f16, bf16 or f32",
-                    kvedge_type_name(type_number(kv.sequences.storage.k)));
+        return fail(err, KVEDGE_E_UNSUPPORTED, "keys stored as %s cannot change positions, because each change would round the keys again; "
+                    "store keys as f16, bf16 or f32", kvedge_type_name(type_number(kv.sequences.storage.k)));
     }
     if (!kv.layers.all_of_model()) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "kvedge stores %d of the %d layers of this model; the positions of the others cannot be changed",
-                    (int32_t) kv.layers.shapes.size(), kv.layers.n_model);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "kvedge stores %d of the %d layers of this model, and the positions in the other layers "
+                    "cannot be changed", (int32_t) kv.layers.shapes.size(), kv.layers.n_model);
     }
     if (llama_attn_provider_weight(llama_get_model(kv.context.llama), "position_embd.weight")) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has learned its positions; rows cannot be turned to others");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has learned position embeddings, so the positions of rows cannot be changed");
     }
     for (size_t l = 0; l < kv.layers.shapes.size(); l++) {
         const Rotation & rotation = (*kv.layers.rotations)[l];
         const auto &     why      = rotation.unlike.empty() ? rotation.unknown : rotation.unlike;
         if (!why.empty()) {
-            return fail(err, KVEDGE_E_UNSUPPORTED, "keys turn by their positions, and in layer %d of this model %s", kv.layers.shapes[l].il,
-                        why.c_str());
+            return fail(err, KVEDGE_E_UNSUPPORTED, "the positions of keys cannot be changed, because in layer %d %s",
+                        kv.layers.shapes[l].il, why.c_str());
         }
     }
     return ok(err);
@@ -43,14 +43,16 @@ kvedge_status check_positions(const SequenceState & state, int32_t next, kvedge_
         return fail_verifying(err);
     }
     if (state.seq->observed.have().queries) {
-        return fail(err, KVEDGE_E_STATE, "queries of a prompt are kept for its compression; compress it before its positions change");
+        return fail(err, KVEDGE_E_STATE, "queries are kept for the compression of the prompt; compress the prompt before you change "
+                    "positions");
     }
     if (!std::is_sorted(pos.begin(), pos.end())) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "the positions of sequence %d do not ascend from token to token", state.id);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the positions of sequence %d cannot be changed, because they do not ascend from token to "
+                    "token", state.id);
     }
     return pos.back() < next ? ok(err)
-                             : fail(err, KVEDGE_E_ARGUMENT, "the last token of sequence %d is at position %d; the next one cannot come at %d",
-                                    state.id, pos.back(), next);
+                             : fail(err, KVEDGE_E_ARGUMENT, "the last token of sequence %d is at position %d, so the next token cannot "
+                                    "have position %d; pass a larger next", state.id, pos.back(), next);
 }
 
 // Frees all of llama.cpp's cells of the sequence. The next batch can then begin at any position.
@@ -79,7 +81,7 @@ void turn_all(kvedge_cache & kv, SequenceState & state, Moved && moved) {
         move_to(*state.seq, std::move(moved), kv.context.threads());
     } catch (...) {
         state.whole         = {};  // the whole rows have moved already
-        state.whole.problem = "no memory to change the positions of the others";
+        state.whole.problem = "no memory to change the positions of the compressed rows";
         throw;
     }
     if (whole) {
@@ -97,7 +99,7 @@ extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
         }
         const SequenceState * const found = kv->sequences.find(seq_id);
         if (found && found->whole.seq && found->whole.seq->observed.have().queries) {
-            return fail(err, KVEDGE_E_UNSUPPORTED, "queries of all tokens stay with the whole rows, and cannot turn with the keys; use a method "
+            return fail(err, KVEDGE_E_UNSUPPORTED, "the whole rows include queries, whose positions cannot be changed; use a method "
                         "without allocator entropy and reducer match");
         }
         if (!found || *next <= most) {
@@ -123,7 +125,8 @@ extern "C" kvedge_status kvedge_renumber(kvedge_cache * kv, int32_t seq_id, int3
         Moved        moved     = move_positions(state->seq->rows, whole ? &whole->rows : nullptr, several, *next, most);
         const int32_t to       = moved.next;
         if (!enter_last(*kv, *state, moved.pos.back())) {
-            return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the new position of sequence %d; its rows stay where they are", seq_id);
+            return fail(err, KVEDGE_E_STATE, "llama.cpp could not store the new position of sequence %d; the rows of the sequence keep "
+                        "their positions", seq_id);
         }
         try {
             turn_all(*kv, *state, std::move(moved));

@@ -12,24 +12,27 @@ static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & 
     const llama_model * model = llama_get_model(kv.context.llama);
     const kvedge_plan & plan  = kv.sequences.plan_of(state.id);
     if (!plan_observes(plan).again) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by no second pass over the prompt as it is set", plan.scorer->name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' with these settings uses no second pass over the prompt; compress the prompt "
+                    "without one", plan.scorer->name);
     }
     if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot take a second pass over the prompt back; "
-                    "set the scorer's source to prompt");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot undo a second pass over the prompt; set "
+                    "scorer.source=prompt");
     }
     if (state.replay) {
         return fail_replaying(err);
     }
     if (state.streaming || state.request || n == 0) {
-        return fail(err, KVEDGE_E_STATE, "there is no whole prompt for a second pass: it is a stream, bounded, or compressed already");
+        return fail(err, KVEDGE_E_STATE, "a second pass needs an uncompressed prompt, but the prompt is a stream, bounded, or compressed "
+                    "already; clear the sequence and read the prompt again");
     }
     if (chunk.first < 0 || chunk.first >= chunk.last || chunk.last > n || chunk.sinks < 0 || chunk.sinks > n || chunk.n_tokens < 1) {
-        return fail(err, KVEDGE_E_ARGUMENT, "a chunk of tokens %d to %d with %d sinks, read again as %d, does not fit the %d of the prompt",
-                    chunk.first, chunk.last, chunk.sinks, chunk.n_tokens, n);
+        return fail(err, KVEDGE_E_ARGUMENT, "a chunk of tokens %d to %d with %d sinks and n_tokens %d does not fit a prompt of %d tokens; "
+                    "use 0 <= first < last, and numbers within the prompt", chunk.first, chunk.last, chunk.sinks, chunk.n_tokens, n);
     }
     if (chunk.first > 0 && chunk.first > state.replayed) {
-        return fail(err, KVEDGE_E_STATE, "a chunk begins at token %d, but only %d were read again before it", chunk.first, state.replayed);
+        return fail(err, KVEDGE_E_STATE, "a chunk begins at token %d, but the second pass has read only %d tokens; read the chunks in "
+                    "order", chunk.first, state.replayed);
     }
     return ok(err);
 }
@@ -53,7 +56,7 @@ extern "C" kvedge_status kvedge_replay_begin(
     return claimed(kv, chunk, "kvedge_replay_begin: cache or chunk is NULL", "begin a second pass over the prompt", err, [&] {
         SequenceState * const found = kv->sequences.find(seq_id);
         if (!kv->context.llama || !found) {
-            return fail(err, KVEDGE_E_STATE, "there is no prompt in sequence %d for a second pass", seq_id);
+            return fail(err, KVEDGE_E_STATE, "sequence %d has no prompt for a second pass; read a prompt first", seq_id);
         }
         SequenceState & state = *found;
         if (const auto status = check_chunk(*kv, state, *chunk, err); status != KVEDGE_OK) {

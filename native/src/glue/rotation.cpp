@@ -125,7 +125,7 @@ Rotation rotation_of(const ggml_tensor * x) {
     bool                known;
     const ggml_tensor * rope = find_rope(x, known);
     if (!rope) {
-        return known ? Rotation() : not_known("they depend on it in a way that is not known");
+        return known ? Rotation() : not_known("the model uses positions in a way that kvedge does not know");
     }
     const Parameters p = parameters(*rope);
     const bool several = p.mode == GGML_ROPE_TYPE_MROPE || p.mode == GGML_ROPE_TYPE_IMROPE;
@@ -133,11 +133,11 @@ Rotation rotation_of(const ggml_tensor * x) {
     out.axes = several ? axes_of(p) : std::vector<uint8_t>();
     if ((!several && p.mode != GGML_ROPE_TYPE_NORMAL && p.mode != GGML_ROPE_TYPE_NEOX) || several == out.axes.empty() ||
         p.offset != 0 || p.n_dims % 2 != 0 || p.n_dims > x->ne[0] || rope->ne[0] != x->ne[0] || rope->ne[1] != x->ne[1]) {
-        return not_known("they turn in a way that is not known");
+        return not_known("the rotary embedding (RoPE) has a form that kvedge does not know");
     }
     std::vector<float> factors;
     if (!read_factors(rope->src[2], (size_t) p.n_dims / 2, factors)) {
-        return not_known("the factors of its frequencies cannot be read");
+        return not_known("the frequency factors of the rotary embedding (RoPE) cannot be read");
     }
     out.halves = p.mode != GGML_ROPE_TYPE_NORMAL;
     out.angles = angles_of(p, factors);
@@ -152,7 +152,7 @@ Rotation rotation_of(const llama_attn_provider_layer & layer) {
     if (!keys.unknown.empty()) {
         out.unlike = keys.unknown;
     } else if (out.halves != keys.halves || out.angles != keys.angles || out.axes != keys.axes) {
-        out.unlike = "they turn otherwise than queries";
+        out.unlike = "keys and queries have different rotary embeddings (RoPE)";
     }
     return out;
 }

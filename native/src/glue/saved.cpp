@@ -94,11 +94,11 @@ kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storag
         }
     }
     if (!same) {
-        return fail(err, KVEDGE_E_FILE, "%s belongs to a model with other layers", path);
+        return fail(err, KVEDGE_E_FILE, "%s belongs to a model with other layers; use the model that the file was saved with", path);
     }
     const int32_t own_k = type_number(kv.sequences.storage.k), own_v = type_number(kv.sequences.storage.v);
     if (type_k != own_k || type_v != own_v) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
+        return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, but this cache stores %s:%s; use the types of the file",
                     path, kvedge_type_name(type_k), kvedge_type_name(type_v), kvedge_type_name(own_k), kvedge_type_name(own_v));
     }
     const auto fits = [&](int32_t LayerShape::*size) {
@@ -161,12 +161,14 @@ std::vector<uint8_t> llama_part(llama_context * ctx, int32_t seq_id) {
 
 kvedge_status enter(kvedge_cache & kv, int32_t seq_id, int32_t pos_max, const std::vector<uint8_t> & own, kvedge_error * err) {
     if (pos_max >= 0 && !kv.context.enter_position(seq_id, pos_max)) {
-        return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the last position of the saved sequence");
+        return fail(err, KVEDGE_E_STATE, "llama.cpp could not store the last position of the saved sequence; remove other sequences or use "
+                    "a larger n_ctx");
     }
     if (!own.empty() &&
         llama_state_seq_set_data_ext(kv.context.llama, own.data(), own.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != own.size()) {
         llama_memory_seq_rm(llama_get_memory(kv.context.llama), seq_id, -1, -1);
-        return fail(err, KVEDGE_E_FILE, "llama.cpp cannot take back its own layers; the file belongs to another version or context");
+        return fail(err, KVEDGE_E_FILE, "llama.cpp cannot restore its own layers; use the llama.cpp version and the context settings of "
+                    "the file");
     }
     return ok(err);
 }
@@ -197,9 +199,11 @@ kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * 
         return status;
     }
     if (kv.layers.declined) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps some full-attention layers of this model; its sequences cannot be saved");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "kvedge does not store all full-attention layers of this model, so sequences cannot be "
+                    "saved");
     }
-    return little_endian() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "session files are little-endian, this machine is not");
+    return little_endian() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "session files are little-endian, but this machine is big-endian; "
+                                            "use a little-endian machine");
 }
 
 // Fills `out` for kvedge_save. Errors: KVEDGE_E_STATE, KVEDGE_E_ARGUMENT, KVEDGE_E_UNSUPPORTED, KVEDGE_E_MEMORY.
@@ -212,7 +216,8 @@ kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & o
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
     if (state->streaming ? state->has_uncompressed_prompt : state->seq->observed.have().any()) {
-        return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
+        return fail(err, KVEDGE_E_STATE, "the prompt of the sequence is not compressed yet; compress the prompt before you save the "
+                    "sequence");
     }
     if (state->verified) {
         return fail_verifying(err);
@@ -322,7 +327,7 @@ kvedge_status read_framed(kvedge_cache & kv, int32_t seq_id, Reader & in, const 
         return status;
     }
     if (frame.model != model) {
-        return fail(err, KVEDGE_E_FILE, "%s was saved with another model", name);
+        return fail(err, KVEDGE_E_FILE, "%s was saved with another model; use the model that the file was saved with", name);
     }
     return read_saved(kv, seq_id, in, frame, name, err);
 }
@@ -332,11 +337,12 @@ kvedge_status check_empty(kvedge_cache & kv, int32_t seq_id, kvedge_error * err)
         return status;
     }
     const bool empty = !kv.sequences.all.count(seq_id) && llama_memory_seq_pos_max(llama_get_memory(kv.context.llama), seq_id) < 0;
-    return empty ? ok(err) : fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
+    return empty ? ok(err) : fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove these tokens before you load a saved sequence",
+                                  seq_id);
 }
 
 constexpr char UNNAMED[] = "a session file needs a cache, a path, and a model name of at most 255 bytes";
-constexpr char UNPLACED[] = "a packed sequence needs a cache, its bytes, and a model name of at most 255 bytes";
+constexpr char UNPLACED[] = "a packed sequence needs a cache, a buffer, and a model name of at most 255 bytes";
 static_assert(MAX_MODEL == 255, "what they say");
 
 bool named(const void * place, const char * model) { return place && model && strlen(model) <= MAX_MODEL; }
@@ -376,7 +382,8 @@ extern "C" kvedge_status kvedge_pack(
         *n_data = (size_t) out.size();
         return !data || out.size() <= room
                    ? ok(err)
-                   : fail(err, KVEDGE_E_ARGUMENT, "kvedge_pack: there is room for %zu bytes, and the sequence takes %zu", room, *n_data);
+                   : fail(err, KVEDGE_E_ARGUMENT, "kvedge_pack: the buffer has %zu bytes, but the sequence needs %zu; pass a larger "
+                          "buffer", room, *n_data);
     });
 }
 

@@ -14,7 +14,8 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
         }
         SequenceState * const found = kv->sequences.find(seq_id);
         if (kv->keeping.on() || (found && found->whole.seq)) {
-            return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows are kept, and a stream drops them for good; switch one of the two off");
+            return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows are kept (kvedge_keep), but a stream drops rows for good; use either a "
+                        "stream or kvedge_keep");
         }
         if (kv->sequences.storage.quantised()) {
             Sequence none(kv->layers.shapes, kv->sequences.storage);

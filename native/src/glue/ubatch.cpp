@@ -44,7 +44,7 @@ bool Ubatch::collect(const llama_attn_provider_ubatch & of) {
     for (uint32_t i = 0; i < of.n_tokens; i++) {
         if (of.n_seq_id[i] != 1) {
             context_.report(KVEDGE_E_UNSUPPORTED,
-                            "a token that belongs to several sequences at once cannot be stored; decode it once per sequence");
+                            "a token that belongs to several sequences at once cannot be stored; decode the token once per sequence");
             return false;
         }
         SequenceState & state = sequences_.open(of.seq_id[i][0]);
@@ -89,15 +89,15 @@ bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
     const SequenceState & state = *run.state;
     const char *          why   = nullptr;
     if (repeats(of, run)) {
-        context_.report(KVEDGE_E_UNSUPPORTED, "several tokens of a sequence have the same position; give each its own");
+        context_.report(KVEDGE_E_UNSUPPORTED, "several tokens of a sequence have the same position; give each token a different position");
         return true;
     }
     if (run.request && (run.n() != (int32_t) run.request->image.size() || runs.size() != 1)) {
-        why = "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch";
+        why = "a bounded prompt must have the announced number of tokens, in one batch without other sequences, within n_ubatch";
     } else if (state.replay && state.replay->spoiled) {
-        why = "tokens were removed during a second pass over the prompt; end it (kvedge_replay_end), and begin it again";
+        why = "tokens were removed during a second pass over the prompt; call kvedge_replay_end and begin the pass again";
     } else if (state.verified && state.seq->rows.n_tokens() + run.n() > state.verified->n_old + state.verified->announced) {
-        why = "more tokens came than a verification was begun for; end it first (kvedge_verify_end)";
+        why = "a verification of drafts received more tokens than announced; call kvedge_verify_end first";
     }
     return why && context_.report(KVEDGE_E_STATE, why) != 0;
 }

@@ -23,15 +23,16 @@ static int32_t room_for_drafts(const SequenceState & state, bool whole) {
 static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState & state, int32_t n, bool whole, kvedge_error * err) {
     const llama_model * model = llama_get_model(kv.context.llama);
     if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot take drafts back");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot remove refused drafts; decode without "
+                    "drafts");
     }
     if (state.streaming) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which forgets what drafts would be compared with", state.id);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which cannot verify drafts; decode without drafts", state.id);
     }
     const bool due = state.has_uncompressed_prompt && kv.sequences.auto_compress;
     if (due ? plan_evicts(kv.sequences.plan_of(state.id)) : !state.kept.empty()) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "the decode policy drops a row for every token, also for drafts that are refused; "
-                    "use decode policy keep-all");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the decode policy drops a row for each token, even for a refused draft; use decode policy "
+                    "keep-all");
     }
     if (state.replay) {
         return fail_replaying(err);
@@ -40,17 +41,19 @@ static kvedge_status check_drafts(const kvedge_cache & kv, const SequenceState &
         return fail_verifying(err);
     }
     if (state.request || (state.has_uncompressed_prompt && !due)) {
-        return fail(err, KVEDGE_E_STATE, "the prompt is not compressed yet; call kvedge_compress before its answer is drafted");
+        return fail(err, KVEDGE_E_STATE, "the prompt is not compressed yet; call kvedge_compress before you verify drafts");
     }
     if (whole && !state.whole.seq) {
-        return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows (kvedge_keep)", state.id);
+        return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows; call kvedge_keep before the prompt", state.id);
     }
     if (whole && has_whole(state.whole.seq->rows)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows were rounded to q8_0, so answers over them are not those of the whole cache (kvedge_keep)");
+        return fail(err, KVEDGE_E_UNSUPPORTED, "whole rows are rounded to q8_0, so drafts cannot be verified exactly; call kvedge_keep "
+                    "with type f16");
     }
     const int32_t most = room_for_drafts(state, whole);
     if (n > most) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%d tokens are more than the %d that can be verified now (kvedge_verify_room)", n, most);
+        return fail(err, KVEDGE_E_ARGUMENT, "%d tokens are too many to verify, at most %d are possible now; kvedge_verify_room returns "
+                    "this limit", n, most);
     }
     return ok(err);
 }
@@ -132,7 +135,7 @@ static kvedge_status begin(kvedge_cache & kv, int32_t seq_id, int32_t n, bool wh
     kv.finish_graphs();
     const bool open = ends_open(state->seq->rows, state->seq->rows.n_tokens() - state->whole.seq->rows.n_tokens());
     if (!open && !kv.devices.to_host(*state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host to copy the keys and values of the sequence from a device");
     }
     state->verified = std::move(verification);
     swap_to_whole(kv, *state);
@@ -140,24 +143,26 @@ static kvedge_status begin(kvedge_cache & kv, int32_t seq_id, int32_t n, bool wh
 }
 
 extern "C" kvedge_status kvedge_verify_begin(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err) {
-    return in_context(kv, n >= 1, "kvedge_verify_begin: cache is NULL, or there are no tokens", "begin a verification", err,
+    return in_context(kv, n >= 1, "kvedge_verify_begin: cache is NULL, or n is below 1", "begin a verification", err,
                       [&] { return begin(*kv, seq_id, n, false, err); });
 }
 
 extern "C" kvedge_status kvedge_verify_whole(kvedge_cache * kv, int32_t seq_id, int32_t n, kvedge_error * err) {
-    return in_context(kv, n >= 1, "kvedge_verify_whole: cache is NULL, or there are no tokens", "begin a verification", err,
+    return in_context(kv, n >= 1, "kvedge_verify_whole: cache is NULL, or n is below 1", "begin a verification", err,
                       [&] { return begin(*kv, seq_id, n, true, err); });
 }
 
 extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, int32_t n_accepted, kvedge_error * err) {
-    return in_context(kv, n_accepted >= 0, "kvedge_verify_end: cache is NULL, or a number is negative", "end a verification", err, [&] {
+    return in_context(kv, n_accepted >= 0, "kvedge_verify_end: cache is NULL, or n_accepted is negative", "end a verification", err, [&] {
         SequenceState * const state = kv->sequences.find(seq_id);
         if (!state || !state->verified) {
-            return n_accepted == 0 ? ok(err) : fail(err, KVEDGE_E_STATE, "there is no verification to end; its tokens were removed");
+            return n_accepted == 0 ? ok(err) : fail(err, KVEDGE_E_STATE, "no verification of drafts has begun, or its tokens were removed; "
+                                                    "only 0 tokens can be accepted");
         }
         const int32_t came = state->seq->rows.n_tokens() - state->verified->n_old;
         if (n_accepted > came) {
-            return fail(err, KVEDGE_E_ARGUMENT, "%d tokens cannot be accepted, as %d came", n_accepted, came);
+            return fail(err, KVEDGE_E_ARGUMENT, "%d tokens cannot be accepted, because only %d tokens were decoded since "
+                        "kvedge_verify_begin", n_accepted, came);
         }
         const int32_t refused = came - n_accepted;
         if (refused > 0 || state->verified->device) {

@@ -57,7 +57,7 @@ extern "C" kvedge_status kvedge_attention(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) {
     return claimed(kv, out, "kvedge_attention: cache or out is NULL", "copy the attention", err, [&] {
         if (!kv->layers.holds(i) || query_head < 0 || query_head >= kv->layers.shapes[(size_t) i].n_heads) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: there is no such layer or query head");
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: the layer or query head does not exist");
         }
         const SequenceState * found = kv->sequences.find(seq_id);
         if (!found) {
@@ -66,8 +66,8 @@ extern "C" kvedge_status kvedge_attention(
         const SequenceState & state = *found;
         if (!state.weights.valid) {
             return fail(err, KVEDGE_E_STATE,
-                        "kvedge_attention: the last decode of sequence %d was not a single token that was watched; call kvedge_watch "
-                        "before it", seq_id);
+                        "kvedge_attention: the last decode of sequence %d was not a single watched token; call kvedge_watch before you "
+                        "decode one token", seq_id);
         }
         const LayerShape & shape = kv->layers.shapes[(size_t) i];
         const int32_t      n     = state.seq->rows.head_length(i, query_head / (shape.n_heads / shape.n_heads_kv));
