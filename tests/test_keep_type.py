@@ -234,5 +234,5 @@ def test_an_exact_session_says_that_rows_of_a_file_were_rounded(closing, tmp_pat
 
 
 def test_head_sizes_that_q8_0_cannot_hold_are_refused(made):
-    with pytest.raises(UnsupportedError, match="takes a multiple of 32; use f16"):
+    with pytest.raises(UnsupportedError, match="needs a multiple of 32; use f16"):
         made("snapkv", head_size=40)

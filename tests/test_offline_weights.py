@@ -131,14 +131,14 @@ ONES, OF_QUERIES, OF_LAYERS = np.ones((2, 2)), np.ones((2, 4)), np.ones((2, 1))
 
 @pytest.mark.parametrize(("plan", "values", "budgets", "says"), [
     (MIXKV, ONES, (), ""), (SPARSEMM, OF_QUERIES, (), ""), (CALIBRATED, np.full((2, 2), 7.0), (), ""),  # in any unit
-    *((plan, OF_QUERIES, (), "4 KV heads a layer, the model 2") for plan in (MIXKV, CALIBRATED)),
-    *((plan, np.ones((3, 2)), (), "3 layers, the model 2") for plan in (MIXKV, CALIBRATED)),
+    *((plan, OF_QUERIES, (), "4 KV heads per layer, the model has 2") for plan in (MIXKV, CALIBRATED)),
+    *((plan, np.ones((3, 2)), (), "3 layers, the model has 2") for plan in (MIXKV, CALIBRATED)),
     *((plan, ONES, (0.2, 0.5), "KV heads, without budgets") for plan in (MIXKV, CALIBRATED)),
     (MIXKV, np.full((2, 2), 1.1), (), "above 1"), (MIXKV, np.full((2, 2), -0.1), (), "not negative"),
     *((plan, np.full((2, 2), np.nan), (), "finite") for plan in (MIXKV, CALIBRATED)),
     (CALIBRATED, np.zeros((2, 2)), (), "no share above 0"), (CALIBRATED, None, (), "kvedge calibrate budgets"),
-    (SPARSEMM, None, (), "kvedge calibrate heads"), (SPARSEMM, ONES, (), "2 query heads a layer, the model 4"),
-    (SPARSEMM, np.ones((3, 4)), (), "3 layers, the model 2"), (SPARSEMM, np.full((2, 4), -1.0), (), "not negative"),
+    (SPARSEMM, None, (), "kvedge calibrate heads"), (SPARSEMM, ONES, (), "2 query heads per layer, the model has 4"),
+    (SPARSEMM, np.ones((3, 4)), (), "3 layers, the model has 2"), (SPARSEMM, np.full((2, 4), -1.0), (), "not negative"),
     *((SPARSEMM, np.full((2, 4), wrong), (), "finite") for wrong in (np.nan, np.inf)),
     (SPARSEMM, OF_LAYERS, (0.5,), "of query heads"), (PREFIX, OF_QUERIES, (), "kept shares by budget"),
     *((PREFIX, ONES, wrong, "ascending") for wrong in ((0.5, 0.2), (0.0, 0.5), (0.2, 1.5), (np.nan, 0.5))),

@@ -226,10 +226,11 @@ def test_scorers_that_fail(native, write, body, says):
 
 ALLOCATORS = [
     ("prompt.scores.shape", "must return an array"),
-    ("np.full(prompt.scores.shape[:2], prompt.budget + 1)", "KV pairs in total; the budget is"),
+    ("np.full(prompt.scores.shape[:2], prompt.budget + 1)", "KV pairs in total, but the total must be"),
     ("np.full(prompt.scores.shape[:2], float(prompt.budget))", "whole numbers (an integer dtype), not float64"),
-    ("np.zeros(prompt.scores.shape[:2], int)", "gives a head 0 KV pairs; each keeps from 1 to 90"),
-    ("np.full(prompt.scores.shape[:2], 10**12)", "gives a head 1000000000000 KV pairs"),
+    ("np.zeros(prompt.scores.shape[:2], int)",
+     "gives a KV head a budget of 0 KV pairs; a KV head of 90 tokens needs a budget of 1 to 90"),
+    ("np.full(prompt.scores.shape[:2], 10**12)", "gives a KV head a budget of 1000000000000 KV pairs"),
     ("np.full(prompt.scores.shape[0], prompt.budget)", "(layers, KV heads), not [2]"),
 ]
 REDUCERS = [

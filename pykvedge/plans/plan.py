@@ -278,6 +278,6 @@ def _check_critical(plan: Plan) -> None:
     scorers = (registry.scorer(name) for name in registry.members("scorer"))
     attending = ", ".join(s.name for s in scorers if s.attends({p.name: p.default for p in s.params}))
     raise UsageError(
-        f"critical {plan.critical} weighs attention by what values add, and scorer '{plan.scorer}' scores by more, or "
-        f"by something else; use {attending}, expected with scorer.vnorm=false, or critical none"
+        f"critical {plan.critical} works only with a scorer that scores by attention alone, not with scorer "
+        f"'{plan.scorer}'; use scorer {attending}, expected with scorer.vnorm=false, or critical none"
     )

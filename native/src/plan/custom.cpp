@@ -34,7 +34,7 @@ template <class F> void call(const char * stage, const char * name, const F & ca
     if (own.message[0]) {
         give_up("%s '%s': %s", stage, name, own.message);
     }
-    give_up("%s '%s' failed with status %d and said nothing", stage, name, (int) status);
+    give_up("%s '%s' failed with status %d and without a message", stage, name, (int) status);
 }
 
 // Writes the pending rows of the heads [first, first + n) of a layer as float32: k [n][T][d_k], v [n][T][d_v].
@@ -128,7 +128,8 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     for (size_t l = 0; l < out.size(); l++) {
         for (size_t h = 0; h < out[l].size(); h++, row++) {
             if (counts[row] < 1 || counts[row] > in.n_tokens) {
-                give_up("allocator '%s' gives layer %d, KV head %d, %d KV pairs; a head of %d tokens keeps from 1 to %d",
+                give_up("allocator '%s' gives layer %d, KV head %d a budget of %d KV pairs; a KV head of %d tokens needs a budget of 1 to "
+                        "%d",
                         given.name, (int) l, (int) h, counts[row], in.n_tokens, in.n_tokens);
             }
             out[l][h] = counts[row];
@@ -136,7 +137,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
         }
     }
     if (sum != (int64_t) n_rows * in.budget) {
-        give_up("allocator '%s' gives %lld KV pairs in total; the budget is %lld, %d for each of %d heads", given.name,
+        give_up("allocator '%s' gives %lld KV pairs in total, but the total must be %lld: %d for each of %d KV heads", given.name,
                 (long long) sum, (long long) n_rows * in.budget, in.budget, (int) n_rows);
     }
 }
@@ -195,25 +196,25 @@ template <class C> kvedge_status take(
     auto &       given  = custom.given;
     const char * stage  = STAGE_NAMES[number];
     if (!is_name(given.name)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "a %s's name is 1 to %d of a-z, 0-9 and -, and starts with a letter", stage,
-                    (int) LONGEST_NAME);
+        return fail(err, KVEDGE_E_ARGUMENT, "the name of a %s must have 1 to %d characters of a-z, 0-9 and -, and must start with a "
+                    "letter", stage, (int) LONGEST_NAME);
     }
     if (known_member(plan, number, given.name)) {
         return fail(err, KVEDGE_E_ARGUMENT, "there is a %s named '%s' already; choose another name", stage, given.name);
     }
     if (!has_function) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' has no function", stage, given.name);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' has no function; set the function pointer", stage, given.name);
     }
     if (given.n_settings < 0 || given.n_settings > MAX_PARAMS || (given.n_settings > 0 && !given.settings)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' has %d settings; up to %d are possible", stage, given.name, given.n_settings,
-                    MAX_PARAMS);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' has n_settings %d; use 0 to %d, and set settings if n_settings is above 0", stage,
+                    given.name, given.n_settings, MAX_PARAMS);
     }
     const auto keep = [&](const char * text) { return text ? custom.texts.emplace_back(text).c_str() : nullptr; };
     for (int32_t i = 0; i < given.n_settings; i++) {
         const kvedge_setting & s = given.settings[i];
         if (!is_setting(s)) {
-            return fail(err, KVEDGE_E_ARGUMENT, "setting %d of %s '%s' has no name, or a fallback that it does not allow", i, stage,
-                        given.name);
+            return fail(err, KVEDGE_E_ARGUMENT, "setting %d of %s '%s' is invalid; use a short name, a step of 0 or more, and a fallback "
+                        "within the range or the choices", i, stage, given.name);
         }
         custom.params.push_back({ keep(s.name), nullptr, s.fallback, s.lowest, s.highest, s.step, keep(s.choices) });
     }
@@ -229,7 +230,8 @@ template <class C> kvedge_status take(
 }
 
 kvedge_status incomplete(const char * function, kvedge_error * err) {
-    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, its struct_size is not set, or it is of a newer kvedge.h", function);
+    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, struct_size of the stage is not set, or the stage is of a newer "
+                "kvedge.h", function);
 }
 
 }  // namespace
@@ -254,12 +256,12 @@ extern "C" kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge
         return incomplete("kvedge_plan_add_scorer", err);
     }
     if (own.n_queries < 0 || own.n_queries > MOST_QUERIES || own.recent < 0) {
-        return fail(err, KVEDGE_E_ARGUMENT, "a scorer sees 0 to %d queries, and protects 0 or more recent tokens", MOST_QUERIES);
+        return fail(err, KVEDGE_E_ARGUMENT, "n_queries of a scorer must be 0 to %d, and recent must be 0 or more", MOST_QUERIES);
     }
     custom->member.score = score;
     return take(*plan, custom, KVEDGE_STAGE_SCORER, own.score != nullptr, err);
 } catch (...) {
-    return caught(err, "take a scorer");
+    return caught(err, "add the scorer");
 }
 
 extern "C" kvedge_status kvedge_plan_add_allocator(
@@ -272,7 +274,7 @@ extern "C" kvedge_status kvedge_plan_add_allocator(
     custom->member.allocate = allocate;
     return take(*plan, custom, KVEDGE_STAGE_ALLOCATOR, own.allocate != nullptr, err);
 } catch (...) {
-    return caught(err, "take an allocator");
+    return caught(err, "add the allocator");
 }
 
 extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedge_custom_reducer * given, kvedge_error * err) try {
@@ -285,5 +287,5 @@ extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedg
     custom->member.scratch = no_scratch;
     return take(*plan, custom, KVEDGE_STAGE_REDUCER, own.reduce != nullptr, err);
 } catch (...) {
-    return caught(err, "take a reducer");
+    return caught(err, "add the reducer");
 }

@@ -105,7 +105,7 @@ kvedge_status set_param(double & slot, const Param & p, const std::string & key,
     if (p.choices) {
         const int32_t i = choice_of(p.choices, value);
         slot            = i < 0 ? slot : i;
-        return i >= 0 ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "%s is one of %s, not '%s'", key.c_str(), p.choices, value);
+        return i >= 0 ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "%s must be one of %s, not '%s'", key.c_str(), p.choices, value);
     }
     Amount a;
     if (!parse_amount(value, a) || (p.step > 0 && a.is_ratio)) {
@@ -114,7 +114,7 @@ kvedge_status set_param(double & slot, const Param & p, const std::string & key,
     const double x = a.is_ratio ? a.ratio : a.pairs;
     if (x < p.lowest || x > p.highest || (p.step > 1 && std::fmod(x - p.lowest, p.step) != 0.0)) {
         const std::string steps = p.step > 1 ? " in steps of " + std::to_string(p.step) : "";
-        return fail(err, KVEDGE_E_ARGUMENT, "%s %s is out of range; it lies in [%g, %g]%s", key.c_str(), value, p.lowest, p.highest,
+        return fail(err, KVEDGE_E_ARGUMENT, "%s %s is out of range; use a number in [%g, %g]%s", key.c_str(), value, p.lowest, p.highest,
                     steps.c_str());
     }
     slot = x;
@@ -165,7 +165,7 @@ kvedge_status set_amount(kvedge_plan & plan, const AmountKey & key, const char *
         return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' is not a number; use %s", key.name, value, key.use);
     }
     if (a.is_ratio ? !((key.least == 0 || a.ratio > 0.0) && a.ratio >= 0.0 && a.ratio <= 1.0) : a.pairs < key.least) {
-        return fail(err, KVEDGE_E_BUDGET, "%s %s is out of range; a ratio lies in %s, 1], %s are %d or more", key.name, value,
+        return fail(err, KVEDGE_E_BUDGET, "%s %s is out of range; use a ratio in %s, 1], or %s from %d up", key.name, value,
                     key.least == 0 ? "[0" : "(0", key.unit, key.least);
     }
     plan.*key.ratio  = a.ratio;
@@ -185,7 +185,7 @@ kvedge_status set_critical(kvedge_plan & plan, const std::string & key, const ch
     const char *  choices = norm ? "none,l1,l2" : "budget,free";
     const int32_t i       = choice_of(choices, value);
     if (i < 0) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s is one of %s, not '%s'", key.c_str(), choices, value);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s must be one of %s, not '%s'", key.c_str(), choices, value);
     }
     plan.critical      = norm ? (Critical) i : plan.critical;
     plan.critical_free = norm ? plan.critical_free : i == 1;
@@ -195,10 +195,10 @@ kvedge_status set_critical(kvedge_plan & plan, const std::string & key, const ch
 kvedge_status set_tokens(int32_t & slot, const char * key, const char * value, kvedge_error * err) {
     Amount a;
     if (!parse_amount(value, a) || a.is_ratio) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' is not a whole number of tokens", key, value);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' is not a whole number of tokens; use a number such as 4", key, value);
     }
     if (a.pairs < 0) {
-        return fail(err, KVEDGE_E_BUDGET, "%s %s is out of range; it is 0 or more", key, value);
+        return fail(err, KVEDGE_E_BUDGET, "%s %s is out of range; use 0 or more", key, value);
     }
     slot = a.pairs;
     return ok(err);
@@ -282,7 +282,7 @@ kvedge_status check_critical(const kvedge_plan & plan, kvedge_error * err) {
         others += find_scorer(name)->scores_are_attention == always_attention ? std::string(name) + ", " : "";
     }
     return fail(err, KVEDGE_E_ARGUMENT,
-                "critical %s weighs attention by what values add, and scorer '%s' scores by more, or by something else; use %sexpected "
+                "critical %s works only with a scorer that scores by attention alone, not with scorer '%s'; use scorer %sexpected "
                 "with scorer.vnorm=false, or critical none", name_of(plan.critical), plan.scorer->name, others.c_str());
 }
 
@@ -323,14 +323,14 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     if (k == "text_prior") {
         return parse_bool(value, plan->text_prior)
                    ? ok(err)
-                   : fail(err, KVEDGE_E_ARGUMENT, "text_prior '%s' is neither true nor false", value);
+                   : fail(err, KVEDGE_E_ARGUMENT, "text_prior '%s' is neither true nor false; use one of the two", value);
     }
     if (k == "critical" || k == "critical_half") {
         return set_critical(*plan, k, value, err);
     }
     if (k == "text_overflow") {
         if (strcmp(value, "keep_all") != 0 && strcmp(value, "budget") != 0) {
-            return fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all", value);
+            return fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all; use one of the two", value);
         }
         plan->keep_all_text = !strcmp(value, "keep_all");
         return ok(err);
@@ -352,7 +352,7 @@ extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_erro
     if (plan->budget_ratio == 0.0 && !plan->recent_auto && plan->recent_ratio == 0.0 &&
         (int64_t) plan->recent_pairs + plan->sinks > plan->budget_pairs) {
         return fail(err, KVEDGE_E_BUDGET,
-                    "a budget of %d KV pairs is smaller than the protected ones (recent %d + sinks %d); raise the budget or lower "
+                    "a budget of %d KV pairs is smaller than the protected KV pairs (recent %d + sinks %d); raise the budget or lower "
                     "recent and sinks", plan->budget_pairs, plan->recent_pairs, plan->sinks);
     }
     if (plan->budget_ratio > 0.0 && plan->recent_ratio > plan->budget_ratio && !plan->recent_auto) {

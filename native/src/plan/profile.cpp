@@ -57,10 +57,11 @@ kvedge_status check_numbers(
     const Profile & p, const char * who, ProfileKind kind, const std::vector<LayerShape> & shapes, kvedge_error * err) {
     const bool above = std::any_of(p.values.begin(), p.values.end(), [](float x) { return x > 1.0f; });
     if (kind == ProfileKind::redundancy && above) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s holds numbers above 1; it needs redundancies in [0, 1]", who);
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s holds numbers above 1; use a profile with redundancies in [0, 1]", who);
     }
     if (kind == ProfileKind::head_budgets && !any_share(p, shapes)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has no share above 0 for any layer that is stored", who);
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has no share above 0 for any stored layer; use a profile of this model",
+                    who);
     }
     return KVEDGE_OK;
 }
@@ -74,12 +75,12 @@ kvedge_status check_shape(
         return fail(err, KVEDGE_E_ARGUMENT, "%s needs a profile of %s%s", who, text.columns, heads ? ", without budgets" : "");
     }
     if (p.n_layers != n_layers) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d layers, the model %d; it belongs to another model", who,
-                    p.n_layers, n_layers);
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s belongs to another model: the profile has %d layers, the model has %d; use "
+                    "a profile of this model", who, p.n_layers, n_layers);
     }
     if (const int32_t most = most_heads(shapes, kind); heads && p.n_columns != most) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d %s a layer, the model %d; it belongs to another model", who,
-                    p.n_columns, text.columns, most);
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s belongs to another model: the profile has %d %s per layer, the model has "
+                    "%d; use a profile of this model", who, p.n_columns, text.columns, most);
     }
     return check_numbers(p, who, kind, shapes, err);
 }
@@ -99,7 +100,7 @@ kvedge_status check_profiles(
             continue;
         }
         if (!plan.profiles[stage]) {
-            return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' needs a profile of the model and was given none; make one with `kvedge calibrate %s`",
+            return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' needs a profile of the model; make a profile with `kvedge calibrate %s`",
                         STAGE_NAMES[stage], name, text_of(kind).command);
         }
         if (const auto status = check_shape(*plan.profiles[stage], name, kind, shapes, n_layers, err); status != KVEDGE_OK) {
@@ -117,7 +118,7 @@ extern "C" kvedge_status kvedge_plan_set_profile(
     kvedge_plan * plan, kvedge_stage stage, const float * values, const float * budgets, int32_t n_layers, int32_t n_columns,
     kvedge_error * err) try {
     if (!plan || stage < KVEDGE_STAGE_SCORER || stage > KVEDGE_STAGE_DECODE) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_profile: plan is NULL or there is no such stage");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_profile: plan is NULL, or stage is unknown");
     }
     if (!values) {
         plan->profiles[stage].reset();
@@ -125,10 +126,10 @@ extern "C" kvedge_status kvedge_plan_set_profile(
     }
     const Member & m = plan_member(*plan, stage);
     if (!m.profile) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' takes no profile", STAGE_NAMES[stage], m.name);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' takes no profile; omit the profile", STAGE_NAMES[stage], m.name);
     }
     if (n_layers < 1 || n_columns < 1 || n_layers > LARGEST_PROFILE || n_columns > LARGEST_PROFILE) {
-        return fail(err, KVEDGE_E_ARGUMENT, "a profile of %d layers and %d columns is none", n_layers, n_columns);
+        return fail(err, KVEDGE_E_ARGUMENT, "a profile cannot have %d layers and %d columns; use 1 to 65536 of each", n_layers, n_columns);
     }
     auto p       = std::make_shared<Profile>();
     p->n_layers  = n_layers;
@@ -138,14 +139,15 @@ extern "C" kvedge_status kvedge_plan_set_profile(
         p->budgets.assign(budgets, budgets + n_columns);
     }
     if (!ascending_shares(p->budgets)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the budgets of a profile are shares in (0, 1], ascending");
+        return fail(err, KVEDGE_E_ARGUMENT, "the budgets of a profile must be ascending shares in (0, 1]");
     }
     const float most = budgets ? 1.0f : HUGE_VALF;
     if (std::any_of(p->values.begin(), p->values.end(), [&](float x) { return !(x >= 0.0f && x <= most) || std::isinf(x); })) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the values of a profile are %s", budgets ? "shares in [0, 1]" : "finite and not negative");
+        return fail(err, KVEDGE_E_ARGUMENT, "the values of a profile must be %s",
+                    budgets ? "shares in [0, 1]" : "finite and not negative");
     }
     plan->profiles[stage] = std::move(p);
     return ok(err);
 } catch (...) {
-    return caught(err, "take a profile");
+    return caught(err, "set the profile");
 }

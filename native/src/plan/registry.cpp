@@ -125,7 +125,8 @@ extern "C" kvedge_status kvedge_stage_get_facts(
     const Member *     m = member ? find_member(stage, member) : nullptr;
     kvedge_stage_facts own{};
     if (!m || n_settings != count_settings(*m) || (n_settings > 0 && !settings) || !read_struct(facts, own)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_stage_get_facts: no such member, other settings than it has, or no struct_size");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_stage_get_facts: the member is unknown, n_settings is wrong, settings is NULL, or "
+                    "struct_size of facts is not set");
     }
     state_facts(*m, settings, own);
     if (stage == KVEDGE_STAGE_SCORER) {
@@ -134,5 +135,5 @@ extern "C" kvedge_status kvedge_stage_get_facts(
     write_struct(own, facts, facts->struct_size);
     return ok(err);
 } catch (...) {
-    return caught(err, "say what follows from settings");
+    return caught(err, "get the facts of a stage");
 }

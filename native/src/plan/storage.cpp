@@ -27,7 +27,7 @@ kvedge_status kvedge::check_storage(const Storage & storage, int32_t d_k, int32_
     const bool k = is_quantised(storage.k) && d_k % GROUP != 0;
     if (k || (is_quantised(storage.v) && d_v % GROUP != 0)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "the model's %s have %d numbers a head, and this storage type takes a multiple of %d; use f16, bf16 or f32",
+                    "the model's %s have %d numbers per head, but this storage type needs a multiple of %d; use f16, bf16 or f32",
                     k ? "keys" : "values", k ? d_k : d_v, GROUP);
     }
     return KVEDGE_OK;
@@ -35,8 +35,8 @@ kvedge_status kvedge::check_storage(const Storage & storage, int32_t d_k, int32_
 
 kvedge_status kvedge::rotate_storage(Storage & storage, kvedge_rotate how, const std::vector<LayerShape> & shapes, kvedge_error * err) {
     if (how == KVEDGE_ROTATE_ON && !can_rotate(storage.k) && !can_rotate(storage.v)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "rows of %s:%s are not rotated; that is for q8_0, q4_0 and tq3", format(storage.k).name,
-                    format(storage.v).name);
+        return fail(err, KVEDGE_E_UNSUPPORTED, "rows of %s:%s cannot be rotated; use q8_0, q4_0 or tq3, or no rotation",
+                    format(storage.k).name, format(storage.v).name);
     }
     const struct {
         Type *  type;
@@ -49,8 +49,8 @@ kvedge_status kvedge::rotate_storage(Storage & storage, kvedge_rotate how, const
             same = same && s.*side.size == shapes[0].*side.size;
             if (fits && s.*side.size % ROTATION != 0) {
                 if (how == KVEDGE_ROTATE_ON) {
-                    return fail(err, KVEDGE_E_UNSUPPORTED, "heads of %d numbers cannot be rotated, only multiples of %d", s.*side.size,
-                                ROTATION);
+                    return fail(err, KVEDGE_E_UNSUPPORTED, "heads of %d numbers cannot be rotated, because the size is not a multiple of "
+                                "%d; use no rotation", s.*side.size, ROTATION);
                 }
                 fits = false;
             }

@@ -121,11 +121,14 @@ def checked_allocator(name: str, function: Any) -> Callable[[Prompt, Settings], 
         total = n_layers * n_heads * prompt.budget
         if out.min() < 1 or out.max() > n_tokens:
             wrong = int(out.min()) if out.min() < 1 else int(out.max())
-            raise PluginError(f"{what} gives a head {wrong} KV pairs; each keeps from 1 to {n_tokens}{place(function)}")
+            raise PluginError(
+                f"{what} gives a KV head a budget of {wrong} KV pairs; a KV head of {n_tokens} tokens needs a budget "
+                f"of 1 to {n_tokens}{place(function)}"
+            )
         if int(out.sum()) != total:
             raise PluginError(
-                f"{what} gives {int(out.sum())} KV pairs in total; the budget is {total}, {prompt.budget} for each of "
-                f"{n_layers} x {n_heads} heads{place(function)}"
+                f"{what} gives {int(out.sum())} KV pairs in total, but the total must be {total}: {prompt.budget} "
+                f"for each of {n_layers} x {n_heads} KV heads{place(function)}"
             )
         return out.astype(np.int64)
 
