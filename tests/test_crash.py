@@ -45,7 +45,7 @@ LONG = "And what is that over there, behind the house? " * 3
 
 @pytest.mark.parametrize(("crash", "words"), [
     (READS_NOWHERE, "native code crashed: segmentation fault"),
-    (TERMINATES, "native code crashed: an exception that nobody caught"),
+    (TERMINATES, "native code crashed: an uncaught exception"),
     (ASSERTS, "llama.cpp had to stop: GGML_ASSERT(n > 0) failed"),
 ])  # fmt: skip
 def test_one_line_says_what_happened(kvedge, tiny, write, tmp_path, crash, words):

@@ -167,7 +167,7 @@ def test_folders_of_no_use_are_refused(native, tiny, kvedge, tmp_path):
     refused(kvedge, tiny, tmp_path / "none", "none", "No such file")
     refused(kvedge, tiny, tmp_path / "file", "file", "Not a directory")
     if sys.platform.startswith("linux"):
-        refused(kvedge, tiny, "/dev/shm", "/dev/shm", "tmpfs", "keep the rows in memory instead")
+        refused(kvedge, tiny, "/dev/shm", "/dev/shm", "tmpfs", "use another folder, or keep the rows in memory")
         refused(kvedge, tiny, "/proc", "/proc")
 
 

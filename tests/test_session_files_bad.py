@@ -145,7 +145,7 @@ def test_the_program_refuses_bad_files(kvedge, saved, tiny, tmp_path):
     cut.write_bytes(file.read_bytes()[:-1])
     kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is damaged or truncated")
     cut.write_bytes(b"something else, and long enough to be a header of a file")
-    kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is no session file")
+    kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is not a session file")
     kvedge(*ask, tmp_path, "Hi").failed(2, "it is a folder, not a file")
     kvedge(*ask, tmp_path / "nowhere" / "s.kvs", "Hi").failed(2, "there is no folder")
     kvedge(*ask, file, "--system", "Be brief.", "Hi").failed(2, "--system", "has begun")
@@ -162,7 +162,7 @@ def test_a_full_disk_leaves_the_old_file(kvedge, saved):
     ask = ["chat", *model.arguments(), "--session", file, "--max-tokens", 3, "--quiet"]
     done = kvedge(*ask, "--json", "And?", preexec_fn=of_child(len(old) // 2))
     assert done.code == 1 and len(done.err.splitlines()) == 1
-    assert "cannot be written" in done.err and "untouched" in done.err
+    assert "cannot be written" in done.err and "an older file of this name is unchanged" in done.err
     assert done.json["text"] and "cannot be written" in done.json["session"]["error"]
     assert file.read_bytes() == old and [p.name for p in file.parent.iterdir()] == [file.name]
     assert kvedge(*ask, "And?").code == 0 and file.read_bytes() != old

@@ -53,13 +53,13 @@ const struct Case {
     { SIGSEGV, faults, FAULT },
     { SIGSEGV, [] { std::thread(faults).join(); }, FAULT },
     { 0, std::abort, "mine: abort; kept\n" },
-    { 0, throws, "mine: an exception that nobody caught: no such luck; kept\n" },
-    { 0, [] { std::thread([] { throw 3; }).join(); }, "mine: an exception that nobody caught; kept\n" },
+    { 0, throws, "mine: an uncaught exception: no such luck; kept\n" },
+    { 0, [] { std::thread([] { throw 3; }).join(); }, "mine: an uncaught exception; kept\n" },
     { 0, says_much_in_turn, "step 8: abort.\n" },
     { 0, [] { set((MOST + "y").c_str(), (MOST + "y").c_str()), std::abort(); }, MOST + "abort" + MOST + "\n" },
 #if !defined(_WIN32)  // Wine reserves no stack for handlers, and not every CPU has an instruction for each fault
     { SIGSEGV, [] { volatile int first = 0; overflow(&first); }, FAULT },
-    { SIGBUS, [] { raise(SIGBUS); }, "mine: bus error, as of a file that became shorter while it was in use; kept\n" },
+    { SIGBUS, [] { raise(SIGBUS); }, "mine: bus error, for example because a file became shorter while it was in use; kept\n" },
     { SIGFPE, [] { raise(SIGFPE); }, "mine: arithmetic error; kept\n" },
     { SIGILL, [] { raise(SIGILL); }, "mine: illegal instruction; kept\n" },
 #endif

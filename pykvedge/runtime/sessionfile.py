@@ -162,7 +162,7 @@ def check_payload(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise SessionFileError(f"{os.fsdecode(path)} cannot be read: {error.strerror or error}") from None
     if not whole:
-        raise SessionFileError(f"{os.fsdecode(path)} is damaged or truncated; it cannot be used")
+        raise SessionFileError(f"{os.fsdecode(path)} is damaged or truncated; use another session file")
 
 
 def saved_plan(path: str | os.PathLike[str]) -> Plan | None:

@@ -13,14 +13,14 @@ kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_e
     char     magic[8];
     uint32_t n_model, sum;
     if (!in.read(magic, sizeof(magic)) || memcmp(magic, MAGIC, sizeof(MAGIC)) != 0) {
-        return fail(err, KVEDGE_E_FILE, "%s is no session file of kvedge", path);
+        return fail(err, KVEDGE_E_FILE, "%s is not a session file of kvedge; give the name of a session file", path);
     }
     if (!in.value(frame.version)) {
         return damaged(path, err);
     }
     if (frame.version > KVEDGE_SESSION_VERSION) {
-        return fail(err, KVEDGE_E_FILE, "%s is a session file of version %u, this library reads versions up to %d; update kvedge", path,
-                    frame.version, KVEDGE_SESSION_VERSION);
+        return fail(err, KVEDGE_E_FILE, "%s is a session file of version %u, but this library reads versions up to %d; update kvedge",
+                    path, frame.version, KVEDGE_SESSION_VERSION);
     }
     if (frame.version == 0 || !in.value(n_model) || !in.value(frame.note_bytes) || !in.value(frame.payload_bytes) || n_model > MAX_MODEL ||
         frame.note_bytes > MAX_NOTE) {

@@ -31,7 +31,7 @@ kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_e
 void write_head(Sink & out, uint32_t version, const char * model, const void * note, size_t n_note, uint64_t payload);
 
 inline kvedge_status damaged(const char * name, kvedge_error * err) {
-    return fail(err, KVEDGE_E_FILE, "%s is damaged or truncated; it cannot be used", name);
+    return fail(err, KVEDGE_E_FILE, "%s is damaged or truncated; use another session file", name);
 }
 
 }  // namespace kvedge

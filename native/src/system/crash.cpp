@@ -23,7 +23,7 @@ using namespace kvedge;
 namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;  // stack of a handler; the saved AVX-512 and AMX registers alone need 11 KiB
-constexpr char   UNCAUGHT[]  = "an exception that nobody caught";
+constexpr char   UNCAUGHT[]  = "an uncaught exception";
 
 struct Words {
     char before[KVEDGE_LAST_WORDS + 1];
@@ -88,7 +88,7 @@ void end_process(int exit_code) { _exit(exit_code); }
              : number == SIGFPE  ? "arithmetic error"
              : number == SIGILL  ? "illegal instruction"
              : number == SIGABRT ? "abort"
-                                 : "bus error, as of a file that became shorter while it was in use");
+                                 : "bus error, for example because a file became shorter while it was in use");
 }
 
 #if defined(_WIN32)
@@ -150,7 +150,7 @@ void take_handlers() {
 extern "C" kvedge_status kvedge_last_words(const char * before, const char * after, int32_t exit_code, kvedge_error * err) try {
     if (!before || !after || exit_code < 1 || exit_code > 255) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_last_words: %s",
-                    before && after ? "exit_code must be 1 to 255" : "before or after is NULL; \"\" says nothing");
+                    before && after ? "exit_code must be 1 to 255" : "before or after is NULL; pass \"\" for an empty text");
     }
     const std::lock_guard<std::mutex> hold(lock);
     Words &                           next = words[n_set % 4];
@@ -164,5 +164,5 @@ extern "C" kvedge_status kvedge_last_words(const char * before, const char * aft
     }
     return ok(err);
 } catch (...) {
-    return caught(err, "set the last words");
+    return caught(err, "set the text of the crash handler");
 }

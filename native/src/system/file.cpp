@@ -135,7 +135,7 @@ kvedge_status FileWriter::open(const char * path, kvedge_error * err) {
         return fail(err, KVEDGE_E_FILE, "%s is not a file; give the name of a file", path);
     }
     if (fs::exists(there) && is_read_only(place, there)) {
-        return fail(err, KVEDGE_E_FILE, "%s is read-only; allow writing to it, or use another file", path);
+        return fail(err, KVEDGE_E_FILE, "%s is read-only; make the file writable, or use another file", path);
     }
     path_ = std::move(place);
     buffer_.reserve(BUFFER);
@@ -201,7 +201,7 @@ kvedge_status FileWriter::commit(kvedge_error * err) {
         failed_ = replace(part_, path_);
     }
     if (failed_) {
-        return fail(err, KVEDGE_E_FILE, "%s cannot be written: %s; what was there before is untouched", path_.u8string().c_str(),
+        return fail(err, KVEDGE_E_FILE, "%s cannot be written: %s; an older file of this name is unchanged", path_.u8string().c_str(),
                     failed_.message().c_str());
     }
     part_.clear();

@@ -43,13 +43,13 @@ bool UnnamedFile::open(const std::string & folder) {
     wchar_t    name[MAX_PATH];
     const auto where = std::filesystem::u8path(folder).wstring();
     if (!GetTempFileNameW(where.c_str(), L"kve", 0, name)) {
-        return failed("make a file");
+        return failed("create a file");
     }
     file_ = CreateFileW(name, GENERIC_READ | GENERIC_WRITE, 0, nullptr, CREATE_ALWAYS,
                         FILE_ATTRIBUTE_TEMPORARY | FILE_FLAG_DELETE_ON_CLOSE, nullptr);
     if (file_ == INVALID_HANDLE_VALUE) {
         file_ = nullptr;
-        return failed("make a file");
+        return failed("create a file");
     }
     return true;
 }
@@ -63,7 +63,7 @@ bool UnnamedFile::write(uint64_t offset, const void * data, size_t size) {
         at.Offset        = (DWORD) offset;
         at.OffsetHigh    = (DWORD) (offset >> 32);
         if (!WriteFile(file_, from, most, &done, &at) || done == 0) {
-            return failed("write");
+            return failed("write a file");
         }
         from += done;
         offset += done;
@@ -87,7 +87,7 @@ bool UnnamedFile::map(uint64_t offset, size_t size, Pages & out) {
 
 static const char * why_not(const std::string & folder) {
     const auto root = std::filesystem::absolute(std::filesystem::u8path(folder)).root_path().wstring();
-    return GetDriveTypeW(root.c_str()) == DRIVE_REMOTE ? "lies on another machine" : nullptr;
+    return GetDriveTypeW(root.c_str()) == DRIVE_REMOTE ? "is on another machine; use a folder on a local drive" : nullptr;
 }
 
 #else
@@ -130,7 +130,7 @@ bool UnnamedFile::open(const std::string & folder) {
     std::string name = folder + "/" + TEMPLATE;  // file systems without unnamed files: unlink the name at once
     file_            = mkstemp(name.data());
     if (file_ < 0) {
-        return failed("make a file");
+        return failed("create a file");
     }
     unlink(name.c_str());
     fcntl(file_, F_SETFD, FD_CLOEXEC);
@@ -145,7 +145,7 @@ bool UnnamedFile::write(uint64_t offset, const void * data, size_t size) {
             continue;
         }
         if (done <= 0) {
-            return failed("write");
+            return failed("write a file");
         }
         from += done;
         offset += (uint64_t) done;
@@ -174,12 +174,12 @@ static const char * why_not(const std::string & folder) {
     }
     for (const uint32_t type : AWAY) {
         if ((uint32_t) fs.f_type == type) {
-            return "lies on a network drive or in user space (FUSE), which may take a file away";
+            return "is on a network drive or in user space (FUSE), where an open file can disappear; use a folder on a local drive";
         }
     }
     for (const uint32_t type : MEMORY) {
         if ((uint32_t) fs.f_type == type) {
-            return "lies in memory (tmpfs), which saves none; keep the rows in memory instead";
+            return "is in memory (tmpfs), so files there save no memory; use another folder, or keep the rows in memory";
         }
     }
     return nullptr;
@@ -189,7 +189,8 @@ static const char * why_not(const std::string & folder) {
 
 static const char * why_not(const std::string & folder) {
     struct statfs fs;
-    return statfs(folder.c_str(), &fs) == 0 && !(fs.f_flags & MNT_LOCAL) ? "lies on a network drive, which may take a file away" : nullptr;
+    return statfs(folder.c_str(), &fs) == 0 && !(fs.f_flags & MNT_LOCAL) ? "is on a network drive, where an open file can disappear; use a "
+                                                                           "folder on a local drive" : nullptr;
 }
 
 #    endif
@@ -212,7 +213,7 @@ kvedge_status check_folder(const std::string & folder, kvedge_error * err) {
     const char  one = 1;
     return file.open(folder) && file.write(0, &one, 1) && file.map(0, 1, pages) && pages.data()[0] == 1
                ? ok(err)
-               : fail(err, KVEDGE_E_FILE, "the folder '%s' is of no use: kvedge %s", folder.c_str(), file.problem().c_str());
+               : fail(err, KVEDGE_E_FILE, "the folder '%s' cannot be used: kvedge %s", folder.c_str(), file.problem().c_str());
 }
 
 }  // namespace kvedge
