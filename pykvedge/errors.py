@@ -112,7 +112,7 @@ class CancelledError(KvedgeError):
 
     exit_code = 130  # as after Ctrl-C
 
-    def __init__(self, message: str = "cancelled before it was done") -> None:
+    def __init__(self, message: str = "the operation was cancelled") -> None:
         super().__init__(message)
 
 
@@ -157,7 +157,7 @@ def one_line(message: object) -> str:
     try:
         text = str(message)
     except Exception:
-        text = f"{type(message).__name__}, which cannot be written"
+        text = f"{type(message).__name__} (its text is not available)"
     text = " ".join(printable(" ".join(text.split())).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
 
@@ -166,7 +166,7 @@ def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()
     """Returns an UnknownNameError for `name` that suggests the nearest known name. also: possible reasons to add."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
-    hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else "there are none"
+    hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else f"no {kind} is known"
     return UnknownNameError("; ".join([f"unknown {kind} '{name}'", hint, *also]))
 
 

@@ -172,7 +172,7 @@ def test_where_a_grammar_has_no_way_on(fresh):
     begin_a = [t for t in range(model.n_vocab) if model.piece(t).startswith(b"a")]
     sampling = Sampling(grammar='root ::= "xyz" "a" "b"', logit_bias=dict.fromkeys(begin_a, -math.inf))
     answer = fresh.ask(QUESTION, sampling=sampling)
-    with pytest.raises(GrammarError, match="allows nothing here that the model has a token for") as error:
+    with pytest.raises(GrammarError, match="the answer cannot continue: no token of the model fits") as error:
         answer.read()
     assert "\n" not in str(error.value) and error.value.exit_code == 2
     assert fresh.messages[-1].text == "xyz" == answer.report.text and fresh.in_cache
@@ -231,19 +231,19 @@ def test_a_vocabulary_is_prepared_once(tiny):
         ({"grammar": 5}, "text or a file"),
         ({"grammar": b"root"}, "text or a file"),
         ({"grammar": "nowhere.gbnf"}, "nowhere.gbnf cannot be read"),
-        ({"grammar": ""}, "the grammar is empty; give it as text"),
+        ({"grammar": ""}, "the grammar is empty; give the grammar as text"),
         ({"grammar": "x" * 10_000_000}, "cannot be read"),
-        ({"grammar": 'root ::= "a\0"'}, "character 0"),
-        ({"grammar": 'root ::= "\ud800"'}, "characters that are none"),
+        ({"grammar": 'root ::= "a\0"'}, "contains a zero byte"),
+        ({"grammar": 'root ::= "\ud800"'}, "contains invalid characters"),
         ({"grammar": "a\0b"}, "cannot be read"),
         ({"grammar": 'root ::= "' + "x" * 10_000_000 + '"'}, "larger than 1 MiB"),
-        ({"grammar": 'root ::= "a"', "json_schema": {}}, "not several"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "exclude each other"),
         ({"json_schema": 5}, "text or a file"),
         ({"json_schema": []}, "text or a file"),
-        ({"json_schema": {"enum": {1, 2}}}, "no JSON"),
-        ({"json_schema": "{'enum': 1}"}, "no JSON"),
+        ({"json_schema": {"enum": {1, 2}}}, "not JSON"),
+        ({"json_schema": "{'enum': 1}"}, "not JSON"),
         ({"json_schema": "nowhere.json"}, "nowhere.json cannot be read"),
-        ({"json_schema": '{"a":' * 100_000}, "nested too deeply|no JSON"),
+        ({"json_schema": '{"a":' * 100_000}, "nested too deeply|not JSON"),
         ({"json_schema": {"const": "x" * 10_000_000}}, "larger than 1 MiB"),
     ],
 )
@@ -259,11 +259,11 @@ def test_forms_come_from_files(tmp_path):
     assert Sampling(grammar=file) == Sampling(grammar=str(file)) == Sampling(grammar=PAIRS[0][0])
     file.write_text(json.dumps(PERSON))
     assert Sampling(json_schema=file) == Sampling(json_schema=str(file)) == Sampling(json_schema=PERSON)
-    for data, why in ((b"\xff\xfe", "not text"), (b"hello", "no rule"), (b"x" * 2_000_000, "no rule|larger")):
+    for data, why in ((b"\xff\xfe", "not UTF-8 text"), (b"hello", "no rule"), (b"x" * 2_000_000, "no rule|larger")):
         file.write_bytes(data)
         with pytest.raises(GrammarError, match=why):
             Sampling(grammar=file)
-    for data, why in ((b"[1]", "no object"), (b"{", "no JSON"), (b"", "no JSON")):
+    for data, why in ((b"[1]", "must be an object"), (b"{", "not JSON"), (b"", "not JSON")):
         file.write_bytes(data)
         with pytest.raises(GrammarError, match=why):
             Sampling(json_schema=file)
@@ -282,7 +282,7 @@ def test_the_options(kvedge, tiny, tmp_path):
         assert done.code == 0 and done.err == "" and valid_person(json.loads(done.out))
     kvedge(*base, "--grammar", "nowhere", QUESTION).failed(2, "nowhere cannot be read")
     kvedge(*base, "--grammar", "", QUESTION).failed(2, "grammar is empty")
-    kvedge(*base, "--grammar", 'root ::= "a', QUESTION).failed(2, "grammar cannot be used", "it ends too early")
+    kvedge(*base, "--grammar", 'root ::= "a', QUESTION).failed(2, "grammar cannot be used", "grammar ends too early")
     kvedge(*base, "--grammar", "root ::= other", QUESTION).failed(2, "Undefined rule identifier 'other'")
     kvedge(*base, "--json-schema", '{"type": "number of legs"}', QUESTION).failed(2, "JSON schema cannot be used")
-    kvedge(*base, "--json-schema", "{}", "--grammar", PAIRS[0][0], QUESTION).failed(2, "not several")
+    kvedge(*base, "--json-schema", "{}", "--grammar", PAIRS[0][0], QUESTION).failed(2, "exclude each other")

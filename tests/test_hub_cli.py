@@ -50,13 +50,13 @@ def test_the_answer_is_that_of_the_files(kvedge, tiny, filled, picture_file):
     place, first = filled
     asked = ["--max-tokens", 8, "--threads", 1]
     assert first.code == 0, first
-    lines = [line for line in first.err.splitlines() if line.startswith("fetching ")]
-    assert [line.split(":")[0] for line in lines] == [f"fetching {MMPROJ}", f"fetching {MODEL}"]
+    lines = [line for line in first.err.splitlines() if line.startswith("downloading ")]
+    assert [line.split(":")[0] for line in lines] == [f"downloading {MMPROJ}", f"downloading {MODEL}"]
     assert kvedge("chat", *tiny("llava").arguments(), *asked, "Hello?").out == first.out
     seen = ["--image", picture_file(), "What is this?"]
     by_name = kvedge("chat", "-hf", f"{REPO}:Q4_K_M", "--offline", *asked, *seen, env=offline(place))
     by_file = kvedge("chat", *tiny("llava").arguments(), *asked, *seen)
-    assert by_name.code == 0 and by_name.out == by_file.out and "fetching" not in by_name.err
+    assert by_name.code == 0 and by_name.out == by_file.out and "downloading" not in by_name.err
 
 
 def test_fit_reads_headers_alone(kvedge, tiny, fresh):
@@ -82,7 +82,7 @@ COMMANDS = (["bench", "--quick"], ["eval"], ["inspect", "--no-figures"], ["fit"]
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_that_takes_a_model_takes_a_name(native, fresh, command):
-    assert "has no tiny/nothing" in str(refused(fresh, *command, "-hf", "tiny/nothing"))
+    assert "has no repository tiny/nothing" in str(refused(fresh, *command, "-hf", "tiny/nothing"))
     assert fresh.asked() == [("GET", "/api/models/tiny/nothing/revision/main", None)]
 
 
@@ -97,14 +97,14 @@ def test_bench_takes_several_names(kvedge, filled):
 def test_bad_requests_are_refused(native, fresh, tiny):
     model = tiny("llava").model
     for code, arguments, words in (
-        (2, ["-hf", "../x"], "names no model"),
-        (2, ["-hf", f"{REPO}:Q9"], "there are Q4_K_M"),
+        (2, ["-hf", "../x"], "is not the name of a model"),
+        (2, ["-hf", f"{REPO}:Q9"], "available: Q4_K_M"),
         (2, ["-hf", REPO, "--model", model], "--model and -hf"),
         (2, ["-hf", REPO, "--mmproj", model, "--hf-mmproj", MMPROJ], "--mmproj and --hf-mmproj"),
-        (2, ["--offline"], "--offline goes with -hf"),
-        (2, ["--model", model, "--hf-file", MODEL], "--hf-file goes with -hf"),
+        (2, ["--offline"], "--offline needs -hf"),
+        (2, ["--model", model, "--hf-file", MODEL], "--hf-file needs -hf"),
         (1, ["-hf", REPO, "--offline"], "is not in the cache"),
-        (1, ["-hf", "tiny/nothing"], "has no tiny/nothing"),
+        (1, ["-hf", "tiny/nothing"], "has no repository tiny/nothing"),
     ):
         error = refused(fresh, "chat", *arguments, "Hello?")
         assert error.exit_code == code and words in str(error)
@@ -116,16 +116,16 @@ def test_a_proxy_that_cannot_be_used_is_named(kvedge, fresh, filled, proxy):
     """The cache is used instead, as if the hub did not answer."""
     named = {"all_proxy": proxy, "NO_PROXY": "", "no_proxy": ""}
     failed = kvedge("pull", REPO, env=fresh.env | named)
-    failed.failed(1, "cannot be", "all_proxy names a proxy")
+    failed.failed(1, "cannot be", "check the proxy in all_proxy")
     assert "unexpected" not in failed.err
     there, done = filled
     again = kvedge("chat", "-hf", REPO, "--threads", 1, "--max-tokens", 8, "Hello?", env=there.env | named)
-    assert again.out == done.out and "going on with what is in the cache" in again.err
+    assert again.out == done.out and "using the model in the cache" in again.err
 
 
 @pytest.mark.parametrize("endpoint", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:port", "http://"])
 def test_an_endpoint_that_is_none(kvedge, fresh, endpoint):
-    kvedge("pull", REPO, env=fresh.env | {"HF_ENDPOINT": endpoint}).failed(2, "HF_ENDPOINT is the URL of a hub")
+    kvedge("pull", REPO, env=fresh.env | {"HF_ENDPOINT": endpoint}).failed(2, "HF_ENDPOINT must be the URL of a hub")
 
 
 def test_what_goes_wrong_is_one_line(kvedge, fresh):
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_download_and_keeps_what_has_come(fresh, environment):
             break
     fresh.hub.faults.hold.set()
     assert child.returncode == 130 and out == ""
-    assert len(err.strip().splitlines()) == 1 and err.startswith(f"fetching {MODEL}: ")
+    assert len(err.strip().splitlines()) == 1 and err.startswith(f"downloading {MODEL}: ")
     (begun,) = fresh.blobs()
     assert begun.endswith(".incomplete")
 
@@ -204,7 +204,7 @@ def test_models_are_pulled_listed_run_and_removed(kvedge, native, fresh):
     assert gone == {"name": f"{REPO}:Q4_K_M", "files": sorted([MODEL, MMPROJ]), "bytes": sum(sizes)}
     assert fresh.blobs() == set()
     (fresh.folder / "blobs" / ("a" * 64 + ".incomplete")).write_bytes(b"begun")
-    assert f"{REPO}: a download stopped after" in run("list").stderr
+    assert f"{REPO}: the download stopped after" in run("list").stderr
     assert "removed" in run("rm", REPO, "--yes").stdout and not fresh.folder.exists()
 
 

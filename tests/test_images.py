@@ -81,11 +81,11 @@ def test_of_an_animated_picture_the_first_is_read_and_that_is_said(tmp_path, kve
     red.save(tmp_path / f"one.{kind}")
     picture = load_picture(file)
     assert pixels(picture)[0, 0].tolist() in ([255, 0, 0], [254, 0, 0])
-    assert picture.note == f"two.{kind} is animated; only its first picture is read"
+    assert picture.note == f"two.{kind} is animated; only its first frame is read"
     assert load_picture(tmp_path / f"one.{kind}").note == ""
     if kind == "gif":
         done = kvedge("chat", "--image", file, "--max-tokens", 1, "What?")
-        assert done.err.count("two.gif is animated; only its first picture is read") == 1
+        assert done.err.count("two.gif is animated; only its first frame is read") == 1
 
 
 @pytest.mark.parametrize("form", ["gif", "webp", "png", "jpeg", "bmp"])
@@ -106,7 +106,7 @@ def test_a_webp_of_many_pixels_is_refused(tmp_path, monkeypatch):
     Image.new("RGB", (20, 30)).save(tmp_path / "a.webp")
     Image.new("RGB", (20, 31)).save(tmp_path / "b.webp")
     assert load_picture(tmp_path / "a.webp").height == 30
-    with pytest.raises(ImageError, match=r"b.webp has 20 x 31 pixels; the limit of WebP .* make a JPEG of it"):
+    with pytest.raises(ImageError, match=r"b.webp has 20 x 31 pixels; the limit of WebP .* convert it to JPEG"):
         load_picture(tmp_path / "b.webp")
 
 
@@ -119,5 +119,5 @@ def test_pixels_that_wait_in_a_file(picture_file, monkeypatch):
         assert after.n_bytes == before.n_bytes == len(before.rgb)
     full = OSError(28, "No space left on device")
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: (_ for _ in ()).throw(full))
-    with pytest.raises(ImageError, match=r"finds no room in .*: No space left on device"):
+    with pytest.raises(ImageError, match=r"cannot be written to .*: No space left on device"):
         PixelFile().put(shown[0])

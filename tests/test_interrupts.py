@@ -253,7 +253,7 @@ def test_a_session_is_not_used_by_what_it_calls(tiny, native):
 
     def frames():
         for use in (lambda: session.ask("And this?"), session.clear, lambda: session.save("x")):
-            with pytest.raises(StateError, match="in the midst of another call"):
+            with pytest.raises(StateError, match="during another call"):
                 use()
             said.append("refused")
         yield np.zeros((32, 32, 3), np.uint8)

@@ -58,41 +58,41 @@ BROKEN = [
     ("mlp", {}, without("v.position_embd.weight"), "v.position_embd.weight is missing"),
     ("mlp", {}, without("mm.2.weight"), "mm.2.weight is missing"),
     ("mlp", {}, changed("mm.0.weight", name="mm.O.weight"), "mm.0.weight is missing"),
-    ("mlp", {}, changed("mm.0.weight", shape=(256, 32)), "mm.0.weight is 32 x 256"),
-    ("mlp", {}, changed("mm.2.bias", type=F16), "mm.2.bias is not F32"),
-    ("mlp", {}, changed("v.class_embd", shape=(32,)), "v.class_embd is not as wide"),
-    ("mlp", {}, changed("v.position_embd.weight", shape=(16, 64)), "v.position_embd.weight is 64 x 16"),
-    ("mlp", {}, changed(BLOCK + "ffn_up.weight", shape=(128, 32)), "ffn_up.weight is 32 x 128"),
-    ("mlp", {V + "attention.head_count": 3}, None, "does not divide into 3"),
-    ("mlp", {V + "attention.head_count": 0}, None, "no attention heads"),
+    ("mlp", {}, changed("mm.0.weight", shape=(256, 32)), "mm.0.weight has shape 32 x 256"),
+    ("mlp", {}, changed("mm.2.bias", type=F16), "mm.2.bias is not of type F32"),
+    ("mlp", {}, changed("v.class_embd", shape=(32,)), "the width of the tensor v.class_embd"),
+    ("mlp", {}, changed("v.position_embd.weight", shape=(16, 64)), "v.position_embd.weight has shape 64 x 16"),
+    ("mlp", {}, changed(BLOCK + "ffn_up.weight", shape=(128, 32)), "ffn_up.weight has shape 32 x 128"),
+    ("mlp", {V + "attention.head_count": 3}, None, "is not a multiple of its 3 attention heads"),
+    ("mlp", {V + "attention.head_count": 0}, None, "attention.head_count is 0"),
     ("mlp", {V + "attention.head_count": "two"}, None, "attention.head_count is not an unsigned number"),
     ("mlp", {V + "image_size": "56"}, None, "image_size is not an unsigned number"),
     ("mlp", {V + "image_size": 7}, None, "smaller than its patches"),
     ("mlp", {V + "image_size": 112}, None, "v.position_embd.weight"),
     ("mlp", {V + "patch_size": 14.0}, None, "patch_size is not an unsigned number"),
     ("mlp", {V + "patch_size": 0}, None, "patch_size is 0"),
-    ("mlp", {V + "patch_size": 7}, None, "v.patch_embd.weight is 14 x 14 x 3 x 64"),
+    ("mlp", {V + "patch_size": 7}, None, "v.patch_embd.weight has shape 14 x 14 x 3 x 64"),
     ("mlp", {V + "block_count": 2_000_000_000}, None, "block_count is 2000000000"),
     ("mlp", {V + "block_count": None}, None, "block_count is missing"),
     ("mlp", {V + "attention.layer_norm_epsilon": math.nan}, None, "layer_norm_epsilon must be"),
     ("mlp", {V + "attention.layer_norm_epsilon": -1e-5}, None, "layer_norm_epsilon must be"),
     ("mlp", {V + "attention.layer_norm_epsilon": 1}, None, "layer_norm_epsilon is not a 32-bit float"),
     ("mlp", {V + "image_mean": [0.5, math.nan, 0.5]}, None, "image_mean"),
-    ("mlp", {V + "image_std": 0.5}, None, "image_std is no list"),
+    ("mlp", {V + "image_std": 0.5}, None, "image_std is not a list"),
     ("mlp", {"clip.use_gelu": 1}, None, "use_gelu is not true or false"),
     ("mlp", {"clip.projector_type": 3}, None, "projector_type is not text"),
     ("mlp", {"general.name": 3}, None, "general.name is not text"),
     ("ldpv2", {}, changed("mm.model.peg.0.weight", shape=(256, 1, 5, 5)), "peg.0.weight"),
-    ("ldpv2", {V + "image_size": 322}, None, "24 x 24 patches"),
+    ("ldpv2", {V + "image_size": 322}, None, "24 patches per side"),
     ("qwen2vl_merger", {}, without(BLOCK + "attn_k.bias"), "attn_k.bias is missing"),
     ("qwen2vl_merger", {}, without("v.patch_embd.weight.1"), "v.patch_embd.weight.1 is missing"),
-    ("qwen2vl_merger", {}, changed("v.post_ln.bias", name="v.patch_embd.bias"), "does not belong there"),
+    ("qwen2vl_merger", {}, changed("v.post_ln.bias", name="v.patch_embd.bias"), "is not allowed"),
     ("qwen2vl_merger", {V + "attention.head_count": 32}, None, "multiple of 4"),
     ("qwen2vl_merger", {V + "spatial_merge_size": 1}, None, "spatial_merge_size must be 2"),
     ("mlp", {V + "projector.scale_factor": 0}, None, "scale_factor is 0"),
     ("mlp", {V + "projector.scale_factor": 2**32 - 1}, None, "scale_factor is 4294967295"),
     ("qwen2vl_merger", {V + "spatial_merge_size": 0}, None, "spatial_merge_size is 0"),
-    ("mlp", {V + "projector.scale_factor": 60}, None, "tokens of 840 pixels a side"),
+    ("mlp", {V + "projector.scale_factor": 60}, None, "each token covers 840 pixels per side"),
 ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_the_blocks_of_other_towers_are_checked():
                 check_tensors(broken, read_tower(broken))
     for values, own in ((meta, narrow), (grouped, tensors)):
         header = header_of(values, own)
-        with pytest.raises(ModelError, match="where its metadata imply"):
+        with pytest.raises(ModelError, match="but the metadata require"):
             check_tensors(header, read_tower(header))
 
 

@@ -13,7 +13,9 @@ from pykvedge.models.packaged import PACKAGED, hints, is_scene
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PHOTO = EXAMPLES / "photo.jpg"
-SAID = "the packaged model knows drawn scenes only, and photo.jpg is none; take a model with -m or -hf"
+SAID = (
+    "the packaged model knows drawn scenes only, and photo.jpg is not a drawn scene; use another model with -m or -hf"
+)
 
 
 def test_drawn_scenes_are_told_from_other_pictures():

@@ -40,7 +40,7 @@ def no_files(tmp_path, monkeypatch):
     (read_text, DatasetError),
 ])  # fmt: skip
 def test_what_reads_files(no_files, kind, read, error):
-    with pytest.raises(error, match=f"{no_files[kind]} cannot be read: it is {kind}, not a file"):
+    with pytest.raises(error, match=f"{no_files[kind]} cannot be read: the path is {kind}, not a file"):
         read(no_files[kind])
 
 
@@ -49,7 +49,9 @@ def test_sessions(tiny, native, no_files, kind):
     with tiny("llama").session() as session:
         session.ask("Hello", sampling=pykvedge.Sampling(max_tokens=1)).close()
         for call in (session.save, session.load):
-            with pytest.raises(SessionFileError, match=f"{no_files[kind]} cannot be used: it is {kind}, not a file"):
+            with pytest.raises(
+                SessionFileError, match=f"{no_files[kind]} cannot be used: the path is {kind}, not a file"
+            ):
                 call(no_files[kind])
         assert session.in_cache
         assert os.path.samestat(no_files[kind].lstat(), no_files[kind].stat())  # the special file was not replaced
@@ -58,10 +60,12 @@ def test_sessions(tiny, native, no_files, kind):
 def test_the_program(kvedge, tiny, no_files):
     model, pipe = tiny("llava"), no_files["a pipe"]
     for kind, path in no_files.items():
-        kvedge("chat", *model.arguments(), "--image", path, "?", timeout=60).failed(1, f"it is {kind}, not a file")
-    kvedge("chat", *model.arguments(), "--session", pipe, "?", timeout=60).failed(2, "it is a pipe, not a file")
-    kvedge("inspect", pipe, timeout=60).failed(1, "it is a pipe, not a file")
-    kvedge("eval", "--model", pipe, timeout=60).failed(2, "it is a pipe, not a file")
+        kvedge("chat", *model.arguments(), "--image", path, "?", timeout=60).failed(
+            1, f"the path is {kind}, not a file"
+        )
+    kvedge("chat", *model.arguments(), "--session", pipe, "?", timeout=60).failed(2, "the path is a pipe, not a file")
+    kvedge("inspect", pipe, timeout=60).failed(1, "the path is a pipe, not a file")
+    kvedge("eval", "--model", pipe, timeout=60).failed(2, "the path is a pipe, not a file")
 
 
 PLACES = [
@@ -72,7 +76,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 def test_paths_that_are_none(refused, place):
-    refused(*(word.format("x" * 5000) for word in place)).failed(2, "is no path: File name too long")
+    refused(*(word.format("x" * 5000) for word in place)).failed(2, "is invalid: File name too long")
     refused(*(word.format("") for word in place)).failed(2, "the path is empty")
 
 

@@ -107,7 +107,7 @@ def test_pictures_stand_where_the_text_says():
     [
         ("<image>?", 0, r"1 place for images \(<image>\), and no images were given"),
         ("<image> <image>", 1, r"2 places .* and 1 image was given"),
-        ("<image>", 2, r"1 place .* and 2 images were given; for the word itself write \\<image>"),
+        ("<image>", 2, r"1 place .* and 2 images were given; to write the word <image> itself, write \\<image>"),
     ],
 )
 def test_places_and_pictures_must_agree(text, n, says):

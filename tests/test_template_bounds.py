@@ -56,7 +56,7 @@ def test_a_template_without_end_is_ended(source, monkeypatch, children):
 
 def test_output_without_end_of_a_plain_template_is_ended():
     template = ChatTemplate("{{ messages[0].content }}" * 100, "", "")
-    with pytest.raises(ModelError, match="writes more than"):
+    with pytest.raises(ModelError, match="its output has more than"):
         template.first([Message("user", "a" * (MOST_OUTPUT // 50))], "")
 
 
@@ -64,7 +64,7 @@ def test_chat_says_so_in_one_line(kvedge, tmp_path):
     path = tmp_path / "m.gguf"
     vocabulary = tokens.spm(512, template=HOSTILE["a macro that calls itself"])
     write_gguf(path, *text_model(TextSpec("llama", vocabulary, 2, 4, 2, 32, 128, 2048)))
-    kvedge("chat", "--model", path, "Hi").failed(1, "chat template fails", "ended the process")
+    kvedge("chat", "--model", path, "Hi").failed(1, "chat template fails", "the process of the template ended")
 
 
 PLAIN = (

@@ -108,7 +108,7 @@ def test_closing_waits_and_lets_nobody_in():
         while not stop.is_set():
             pass
         assert counter.add() == 1 and not closed  # the call inside may finish
-        with pytest.raises(StateError, match="from inside one of its own calls"), counter.guard.closing():
+        with pytest.raises(StateError, match="during one of its own calls"), counter.guard.closing():
             pass
     closer.join()
     assert closed == [1]
@@ -123,7 +123,7 @@ def test_a_session_is_not_closed_from_inside_its_own_call(tiny, native):
 
     def progress(what, share):
         if what == "reading the prompt" and not said:
-            with pytest.raises(StateError, match="close it afterwards") as raised:
+            with pytest.raises(StateError, match="close the session after the call") as raised:
                 session.close()
             said.append(str(raised.value))
 

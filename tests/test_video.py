@@ -80,14 +80,14 @@ def test_what_is_no_video(kind, clip, tmp_path):
     if kind == "sound":
         tone = ["-f", "lavfi", "-i", "sine=duration=1", "-c:a", "pcm_s16le", str(bad)]
         subprocess.run(["ffmpeg", "-loglevel", "error", "-y", *tone], check=True)
-    why = "has no pictures, as sound has none" if kind == "sound" else "is no video that ffmpeg can read"
+    why = "has only sound and no pictures" if kind == "sound" else "is not a video that ffmpeg can read"
     with pytest.raises(ImageError, match=f"^bad.mkv {why}; --video takes files such as mp4, webm and gif$"):
         list(frames(bad))
 
 
 @pytest.mark.parametrize("fps", [0, -1, 1e9, float("nan"), "2", True])
 def test_impossible_rates(fps, tmp_path):
-    with pytest.raises(UsageError, match="frames of a second"):
+    with pytest.raises(UsageError, match="the frames per second"):
         next(frames(tmp_path / "clip.mkv", fps=fps))
 
 
@@ -127,6 +127,6 @@ def test_a_video_in_a_stream(clip, kvedge):
 def test_options_that_do_not_go_together(kvedge, tmp_path):
     kvedge("chat", "--video", "a.mp4", "?").failed(2, "--stream")
     stream = ["chat", "--stream", "--method", "snapkv", "--budget", 256]
-    kvedge("chat", "--fps", 1, "?").failed(2, "--fps is of a --video")
+    kvedge("chat", "--fps", 1, "?").failed(2, "--fps needs --video")
     kvedge(*stream, "--video", tmp_path / "a.mp4", "?").failed(1, "a.mp4 cannot be read")
-    kvedge(*stream, "--video", tmp_path, "--fps", 0, "?").failed(2, "frames of a second")
+    kvedge(*stream, "--video", tmp_path, "--fps", 0, "?").failed(2, "the frames per second")

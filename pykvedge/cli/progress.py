@@ -69,7 +69,7 @@ class Fetching(Display):
     def __call__(self, what: str, share: float) -> None:
         file, colon, _ = what.partition(": ")
         now = time.monotonic()
-        if self._terminal or not self._enabled or not (colon and file.startswith("fetching ")):
+        if self._terminal or not self._enabled or not (colon and file.startswith("downloading ")):
             self._show(what, share, 1.0)
         elif file != self._file or now - self._told >= FILE_S:
             self._file, self._told = file, now

@@ -69,7 +69,7 @@ class _Reader:
     def grow(self, n: int) -> None:
         self.size += n
         if self.size > _MOST:
-            raise GrammarError(f"it is too large: more than {_MOST} characters and names")
+            raise GrammarError(f"the grammar is too large: it has more than {_MOST} characters and names")
 
     def skip(self, space: re.Pattern[str]) -> None:
         found = space.match(self.text, self.at)
@@ -125,7 +125,7 @@ class _Reader:
             elif (item := self.item(sign)) is not None:
                 items.append(item)
             elif len(stack) > 1:
-                raise self.refuse("expecting ')'" if sign else "it ends too early")
+                raise self.refuse("expecting ')'" if sign else "the grammar ends too early")
             else:
                 return stack[0]
 
@@ -152,7 +152,7 @@ class _Reader:
         out = []
         while not self.text.startswith(end, self.at):
             if not (found := _CHARACTER.match(self.text, self.at)):
-                raise self.refuse("unknown escape" if self.at + 1 < len(self.text) else "it ends too early")
+                raise self.refuse("unknown escape" if self.at + 1 < len(self.text) else "the grammar ends too early")
             out.append((self.unescaped(found[0]), len(found[0]) == 1))
             self.at = found.end()
         self.at += 1
@@ -166,7 +166,7 @@ class _Reader:
             return _PLAIN[text[1]]
         number = int(text[2:], 16)
         if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-            raise self.refuse("there is no such character")
+            raise self.refuse("invalid character code")
         return chr(number)
 
     def literal(self) -> _Item:
@@ -193,27 +193,27 @@ class _Reader:
             if i + 2 < len(given) and given[i + 1] == ("-", True):
                 last, i = given[i + 2][0], i + 2
             if first > last:
-                raise self.refuse(f"the range {first}-{last} is the wrong way round")
+                raise self.refuse(f"the range {first}-{last} has its end before its start")
             ranges.append(f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}")
             i += 1
         if not ranges and not negated:
-            raise self.refuse("a class has no characters")
+            raise self.refuse("a character class is empty")
         return f"/[{'^' * negated}{''.join(ranges)}]/" if ranges else "/(?s:.)/"
 
     def token(self) -> _Item:
         if not (found := _TOKEN.match(self.text, self.at)):
-            raise self.refuse("expecting a token, as <[12]>")
+            raise self.refuse("expecting a token, for example <[12]>")
         number = int(found[2]) if found[2] else self.token_ids(found[3])
         if isinstance(number, list):
             if len(number) != 1:
-                raise self.refuse("the model has no such token:")
+                raise self.refuse("the model does not have this token:")
             number = number[0]
         self.at = found.end()
         return _Item(f"<[{'^' if found[1] else ''}{number}]>")
 
     def repeat(self, items: list[_Item]) -> None:
         if not items:
-            raise self.refuse("expecting something to repeat")
+            raise self.refuse("expecting an item before the repetition")
         sign, times = self.text[self.at], ""
         if sign != "{":
             self.at, times = self.at + 1, sign
@@ -223,10 +223,10 @@ class _Reader:
             if max(len(least), len(most)) > 9 or max(int(least), int(most or 0)) > _MOST_TIMES:
                 raise self.refuse(f"more than {_MOST_TIMES} repetitions")
             if most and int(most) < int(least):
-                raise self.refuse("a repetition has more times at least than at most")
+                raise self.refuse("the least number of repetitions is above the largest number")
             self.at, times = found.end(), f"{{{int(least)},{most and int(most)}}}"
         else:
-            raise self.refuse("expecting numbers, as {2,3}")
+            raise self.refuse("expecting numbers, for example {2,3}")
         once = self.added([[items[-1]]]) if items[-1].times else items[-1]
         items[-1] = _Item('""') if times == "{0,0}" else replace(once, times="" if times == "{1,1}" else times)
 
@@ -330,7 +330,7 @@ def _reached(edges: Mapping[str, list[str]], start: str, seen: set[str], deepest
             out.append(stack.pop()[0])
             continue
         if len(stack) > deepest:
-            raise GrammarError(f"its rules are nested too deeply: more than {deepest} in each other")
+            raise GrammarError(f"its rules are nested too deeply: more than {deepest} levels")
         seen.add(rule)
         stack.append((rule, iter(edges[rule])))
     return out

@@ -96,9 +96,9 @@ def _check_common(schemas: list[tuple[dict[str, Any], str]]) -> None:
         texts[name].update(f"{word} {one[word]}" for word in ("pattern", "format") if isinstance(one.get(word), str))
         factors[name] = math.lcm(factors[name], _digits(one.get("multipleOf")))
     if any(len(found | texts[""]) > _MOST_PATTERNS for found in list(texts.values())):
-        raise GrammarError(f"more than {_MOST_PATTERNS} patterns that may hold for one text cannot be obeyed")
+        raise GrammarError(f"more than {_MOST_PATTERNS} patterns for one text are not supported")
     if any(math.lcm(factor, factors[""]) > _LARGEST_MULTIPLE for factor in list(factors.values())):
-        raise GrammarError("several multipleOf that may hold for one number cannot be obeyed")
+        raise GrammarError("several multipleOf for one number are not supported")
 
 
 def _digits(multiple: Any) -> int:
@@ -112,17 +112,17 @@ def _digits(multiple: Any) -> int:
 def _check(one: dict[str, Any]) -> None:
     patterns, named = one.get("patternProperties"), one.get("properties")
     if isinstance(patterns, dict) and len(patterns) > _MOST_PATTERNS:
-        raise GrammarError(f"more than {_MOST_PATTERNS} patternProperties cannot be obeyed")
+        raise GrammarError(f"more than {_MOST_PATTERNS} patternProperties are not supported")
     if isinstance(named, dict) and len(named) > _MOST_PROPERTIES:
-        raise GrammarError(f"an object of more than {_MOST_PROPERTIES} properties cannot be obeyed")
+        raise GrammarError(f"an object with more than {_MOST_PROPERTIES} properties is not supported")
     if _digits(one.get("multipleOf")) > _LARGEST_MULTIPLE:
-        raise GrammarError(f"a multipleOf of more digits than {_LARGEST_MULTIPLE} has cannot be obeyed")
+        raise GrammarError(f"a multipleOf with more digits than {_LARGEST_MULTIPLE} is not supported")
     least, required = one.get("minProperties"), one.get("required")
     if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
-        raise GrammarError("minProperties above 1 cannot be obeyed: names of other properties may come twice")
+        raise GrammarError("minProperties above 1 is not supported, because the model may write other properties twice")
     for name in ("const", "enum"):
         if not all(number == int(float(number)) for number in _integers(one.get(name)) if abs(number) < 1e300):
-            raise GrammarError(f"{name} has a number of more digits than can be obeyed exactly")
+            raise GrammarError(f"{name} has a number with too many digits")
 
 
 def _integers(value: Any) -> list[int]:

@@ -41,7 +41,7 @@ class Lazy:
         try:
             re.compile("|".join(f"(?:{pattern})" for pattern in self.patterns))
         except re.error as error:
-            raise GrammarError(f"a pattern that begins a grammar is none: {error}") from None
+            raise GrammarError(f"the trigger pattern of a grammar is not a regular expression: {error}") from None
 
     @property
     def waits(self) -> bool:
@@ -92,7 +92,7 @@ def schema(given: object) -> str:
         try:
             text = json.dumps(given)
         except (TypeError, ValueError, RecursionError) as error:
-            raise GrammarError(f"the JSON schema is no JSON: {error}") from None
+            raise GrammarError(f"the JSON schema is not JSON: {error}") from None
     else:
         text = given if isinstance(given, str) and is_schema(given) else _read("JSON schema", given)
     _checked("JSON schema", text)
@@ -101,16 +101,16 @@ def schema(given: object) -> str:
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deeply") from None
     except ValueError as error:
-        raise GrammarError(f"the JSON schema is no JSON: {error}") from None
+        raise GrammarError(f"the JSON schema is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise GrammarError('the JSON schema is no object, as {"type": "string"} is')
+        raise GrammarError('the JSON schema must be an object, for example {"type": "string"}')
     return text
 
 
 def regex(given: object) -> str:
     """Checks a regular expression, given as text, and returns it. Raises GrammarError."""
     if not isinstance(given, str) or not given:
-        raise GrammarError(f"a regular expression is text, not {given!r:.40}")
+        raise GrammarError(f"a regular expression must be text, not {given!r:.40}")
     if (len(given) - len(given.rstrip("\\"))) % 2:
         raise GrammarError("the regular expression ends in a backslash")
     return _checked("regular expression", given)
@@ -118,15 +118,15 @@ def regex(given: object) -> str:
 
 def _read(what: str, given: object) -> str:
     if not isinstance(given, str | os.PathLike):
-        raise GrammarError(f"a {what} is text or a file, not {given!r:.40}")
+        raise GrammarError(f"a {what} must be text or a file, not {given!r:.40}")
     if not os.fspath(given):
-        raise GrammarError(f"the {what} is empty; give it as text, or name its file")
+        raise GrammarError(f"the {what} is empty; give the {what} as text, or name a file")
     name = f"{os.fspath(given)!s:.60}"
     try:
         with Path(os.fsdecode(given)).open("rb") as file:
             return file.read(MOST + 1).decode("utf-8")
     except UnicodeDecodeError:
-        raise GrammarError(f"{name} is no {what}: it is not text") from None
+        raise GrammarError(f"{name} is not a {what}: the file is not UTF-8 text") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise GrammarError(f"the {what} {name} cannot be read: {why}") from None
@@ -134,11 +134,11 @@ def _read(what: str, given: object) -> str:
 
 def _checked(what: str, text: str) -> str:
     if "\0" in text:
-        raise GrammarError(f"the {what} has a character 0 in it")
+        raise GrammarError(f"the {what} contains a zero byte")
     try:
         n_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise GrammarError(f"the {what} has characters that are none") from None
+        raise GrammarError(f"the {what} contains invalid characters (lone surrogates)") from None
     if n_bytes > MOST:
         raise GrammarError(f"the {what} is larger than {MOST >> 20} MiB")
     return text

@@ -25,7 +25,7 @@ class GrammarTable:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not ends:
-            raise ModelError("the model has no token that ends an answer, so that none can follow a grammar")
+            raise ModelError("the model has no token that ends an answer, so an answer cannot follow a grammar")
         self.ends = ends
         self.kept: dict[object, tuple[str, Any]] = {}  # grammars made for this vocabulary (runtime/grammar.py)
         self.allowed = np.ones(len(tokens), bool)  # tokens that an answer may contain, or end with
@@ -38,7 +38,7 @@ class GrammarTable:
         """Returns tokens with exactly these bytes. Raises ModelError if the model has no such tokens."""
         tokens = self.tokenizer.tokenize_bytes(text)
         if self.tokenizer.decode_bytes(tokens) != text:
-            raise ModelError("the model has no tokens for a part of the answer")
+            raise ModelError("the vocabulary of the model cannot write a part of the answer")
         return tokens
 
 

@@ -98,7 +98,9 @@ class Composer:
             return self._vision.split(prompt.text, pictures)
         texts = prompt.text.split(self.marker)
         if len(texts) != len(pictures) + 1:
-            raise UsageError(f"the prompt has not as many image places as images, {len(pictures)}")
+            raise UsageError(
+                f"the number of image places in the prompt differs from the number of images, {len(pictures)}"
+            )
         out: list[Piece] = []
         for text, picture in zip(texts, [*pictures, None], strict=True):
             _join(out, TextPiece(self.tokens(PromptText(text, prompt.hidden)) if text else []))
@@ -116,7 +118,7 @@ class Composer:
         """
         if pictures:
             if self._vision is None or len(parts) != 1 or not isinstance(parts[0], str):
-                raise UsageError("a prompt with pictures is one text")
+                raise UsageError("a prompt with pictures must be one text")
             text = parts[0] if self.marker in parts[0] else parts[0].replace(USUAL_MARKER, self.marker)
             return self._vision.split((self._bos if self._model.adds_bos else "") + text, pictures)
         out: list[int] = []
@@ -124,7 +126,7 @@ class Composer:
             out += self._model.tokenize(part, begins=i == 0) if isinstance(part, str) else [part]
         self._model.check(out)
         if not out:
-            raise UsageError("the prompt is empty")
+            raise UsageError("the prompt is empty; give a text")
         return [TextPiece(out)]
 
     def reply(self, prompt: PromptText, reply: str) -> list[int]:

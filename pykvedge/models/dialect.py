@@ -68,7 +68,8 @@ class Dialect:
         self._library, self._parser, why = _library(), ctypes.c_void_p(), ctypes.c_void_p()
         data = json.dumps({name: found[name] for name in ("format", "parser", "begin")}).encode()
         if self._library.kvedge_chat_open(data, ctypes.byref(self._parser), ctypes.byref(why)):
-            raise LibraryError(f"a parser of answers cannot be read: {template_worker.taken(self._library, why)}")
+            raise LibraryError(f"the parser for the model's answers cannot be read: "
+            f"{template_worker.taken(self._library, why)}")
         dropped.add(self, functools.partial(self._library.kvedge_chat_close, self._parser))
 
     def read(self, text: str, partial: bool = False) -> ParsedAnswer | None:

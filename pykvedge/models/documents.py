@@ -80,7 +80,7 @@ def load_pictures(
     if is_one(given):
         return iter(_loaded(given, None, size, most, stop))
     if not isinstance(given, Iterable):
-        raise UsageError(f"{kind_of(given)} is no picture; give {FORMS}, or several of them in a list")
+        raise UsageError(f"{kind_of(given)} is not a picture; give {FORMS}, or a list of pictures")
     several = enumerate(signals.items(given), start=1)
     return itertools.chain.from_iterable(_loaded(image, f"image {i}", size, most, stop) for i, image in several)
 
@@ -105,7 +105,7 @@ def named(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
     if found is None:
         return None
     if found["pages"] is not None and not found["pages"].strip():
-        raise UsageError(f"{os.fsdecode(path)} names no page; write {Path(found['path']).name}[3-7]")
+        raise UsageError(f"{os.fsdecode(path)} does not name a page; write for example {Path(found['path']).name}[3-7]")
     return Path(found["path"]), found["pages"] or ""
 
 
@@ -125,7 +125,7 @@ def ranges(pages: str) -> list[tuple[int, int | None]]:
         first = int(found[1]) if found else 0
         last = None if found is None or (found[2] and not found[3]) else int(found[3] or first)
         if first < 1 or (last is not None and last < first) or len(out) == _MOST_RANGES:
-            raise UsageError(f"pages are numbers from 1 on and ranges of them, as in [2], [3-7] or [1,4-6], not "
+            raise UsageError(f"pages must be numbers from 1 or ranges, for example [2], [3-7] or [1,4-6], not "
                              f"[{pages:.40}]")  # fmt: skip
         out.append((first, last))
     return out
@@ -150,7 +150,7 @@ def pages(
     encrypted or too slow, CancelledError.
     """
     if not isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)) or not isinstance(chosen, str):
-        raise UsageError(f"a PDF is a path or the bytes of a file, and pages are text as '3-7'; not {source!r:.40} and "
+        raise UsageError(f"a PDF must be a path or bytes, and pages must be text such as '3-7', not {source!r:.40} and "
                          f"{chosen!r:.40}")  # fmt: skip
     if isinstance(source, (bytes, bytearray, memoryview)):
         what, place, data = name or "the document", None, bytes(source)
@@ -166,9 +166,11 @@ def pages(
             raise ImageError(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         document = hashlib.sha256(os.fsencode(place.resolve())).hexdigest()
     if importlib.util.find_spec("pypdfium2") is None:
-        raise UsageError(f"reading {what} needs pypdfium2, which is not here: pip install 'kvedge[pdf]'")
+        raise UsageError(f"reading {what} needs pypdfium2, which is not installed: pip install 'kvedge[pdf]'")
     if not sandbox.can_start():
-        raise UsageError(f"reading {what} starts a Python, which this program lacks; make images of its pages")
+        raise UsageError(
+            f"reading {what} needs a Python program, which cannot be started here; convert the pages to images"
+        )
     size = size or PageSize()
     request: dict[str, Any] = {"pages": ranges(chosen), "most": most, "seconds": SECONDS}
     request |= {"pixels": size.pixels, "side": size.side, "dpi": DPI}
@@ -185,13 +187,15 @@ def _pages(
             with sandbox.watched(process, left, pdf_worker.MEMORY, stop) as why:
                 picture = _next(process, what, document)
                 if picture is None and process.wait() != 0 and not why:
-                    why.append("its pages crash what draws them")
+                    why.append("drawing its pages crashed")
             left = SECONDS if request["most"] > MOST_PAGES else max(left - (time.monotonic() - began), 0.1)
             if stop is not None and stop.is_set():
                 raise CancelledError
             if picture is None:
                 if why:
-                    raise ImageError(f"{what} is not read: {why[0]}; name fewer pages, or make images of them")
+                    raise ImageError(
+                        f"{what} cannot be read: {why[0]}; name fewer pages, or convert the pages to images"
+                    )
                 return
             yield picture
 
@@ -222,7 +226,7 @@ def _next(process: subprocess.Popen[bytes], what: str, document: str) -> Picture
         told = json.loads(line)
         page, width, height = (0, 0, 0) if "error" in told else (int(told[n]) for n in ("page", "width", "height"))
     except (LookupError, TypeError, ValueError):  # the file took over the worker
-        raise ImageError(f"{what} cannot be read: what draws it says nonsense") from None
+        raise ImageError(f"{what} cannot be read: the program that draws its pages gave an invalid answer") from None
     if "error" in told:
         raise (UsageError if told.get("usage") else ImageError)(f"{what} {told['error']}")
     rgb = pipe.read(3 * width * height) if 0 < width * height <= MAX_PIXELS else b""

@@ -76,7 +76,7 @@ class Encoder:
             raise ModelError(f"{path} cannot be loaded: {llamacpp.reason(lines, 'mtmd does not say why')}")
         if not mtmd.mtmd_support_vision(self.handle):
             self.close()
-            raise ModelError(f"{path} does not read images")
+            raise ModelError(f"{path} is not an image encoder; use the mmproj file of the model")
 
     def close(self) -> None:
         """Frees the image encoder. A second call does nothing."""
@@ -102,7 +102,9 @@ class Encoder:
         """Lets one thread in at a time, because mtmd has one work space and one array of embeddings."""
         me = threading.get_ident()
         if self._at_work_for == me:
-            raise StateError("the image encoder is at work for this thread; do not ask about images in `progress`")
+            raise StateError(
+                "the image encoder is busy in this thread; do not ask about images in the function `progress`"
+            )
         # a thread with many images waits behind a thread that waits already
         _acquire(self._next, look)
         try:

@@ -69,7 +69,7 @@ class _Reader:
     def scalar(self, form: str) -> Scalar:
         end = self.at + struct.calcsize("<" + form)
         if end > len(self.data):
-            raise EOFError("a value beyond the end of the file")
+            raise EOFError("a value is beyond the end of the file")
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
         self.at = end
         return value
@@ -77,7 +77,7 @@ class _Reader:
     def count(self, what: str) -> int:
         n = int(self.scalar("Q"))
         if n > _LIMIT:
-            raise ValueError(f"{what} of {n}")
+            raise ValueError(f"{what} of {n} is too large")
         return n
 
     def string(self) -> str:
@@ -86,7 +86,7 @@ class _Reader:
     def _bytes(self) -> bytes:
         n = self.count("a string length")
         if self.at + n > len(self.data):
-            raise EOFError("a string beyond the end of the file")
+            raise EOFError("a string is beyond the end of the file")
         self.at += n
         return self.data[self.at - n : self.at]
 
@@ -102,15 +102,15 @@ class _Reader:
             read, data, at, last = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data) - 8
             for _ in range(n):
                 if at > last:
-                    raise EOFError("an array beyond the end of the file")
+                    raise EOFError("an array is beyond the end of the file")
                 at += 8 + read(data, at)[0]
             self.at = at
         elif kind in _SCALARS:
             self.at += n * struct.calcsize("<" + _SCALARS[kind])
         else:
-            raise ValueError(f"an array of type {kind}")
+            raise ValueError(f"an array has the unknown type {kind}")
         if self.at > len(self.data):
-            raise EOFError("an array beyond the end of the file")
+            raise EOFError("an array is beyond the end of the file")
         if kind == _STRING or n > _LIST:
             return kind, n, None
         return kind, n, list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start + 12))
@@ -131,7 +131,7 @@ def _others(first: Header) -> list[Path]:
         return []
     name, end = first.path.name, end.format(count)
     if not name.endswith(end):
-        raise ModelError(f"{first.path} is the first of {count} files, and its name must end in {end}; rename it")
+        raise ModelError(f"{first.path} is the first of {count} files, so its name must end in {end}; rename the file")
     return [first.path.with_name(f"{name[: -len(end)]}-{i:05}-of-{count:05}.gguf") for i in range(2, count + 1)]
 
 
@@ -175,7 +175,7 @@ def header_of(name: Path, start: bytes, size: int) -> Header | None:
 def _read(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
     """Reads a header. Raises ModelError; EOFError if `data` is a part of the file and ends in the header."""
     if size < 24 or data[:4] != b"GGUF"[: len(data)]:
-        raise ModelError(f"{path} is no GGUF file; give a model that was converted for llama.cpp")
+        raise ModelError(f"{path} is not a GGUF file; give a model that was converted for llama.cpp")
     try:
         return _parse(path, data, size)
     except (ValueError, EOFError, OverflowError, struct.error) as error:
@@ -189,7 +189,10 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
     reader.at = 4
     version = int(reader.scalar("I"))
     if version not in (2, 3):
-        raise ModelError(f"{path} is a GGUF file of version {version}; versions 2 and 3 can be read")
+        raise ModelError(
+            f"{path} is a GGUF file of version {version}, but kvedge reads only versions 2 and 3; "
+            f"convert the model again"
+        )
     n_tensors, n_values = reader.count("a tensor count"), reader.count("a metadata count")
     values: dict[str, Scalar] = {}
     arrays: dict[str, int] = {}
@@ -207,17 +210,17 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
         elif kind in _SCALARS:
             values[key] = reader.scalar(_SCALARS[kind])
         else:
-            raise ValueError(f"metadata '{key}' of type {kind}")
+            raise ValueError(f"metadata '{key}' has the unknown type {kind}")
     tensors: dict[str, Tensor] = {}
     for _ in range(n_tensors):
         name, n_dims = reader.string(), int(reader.scalar("I"))
         if n_dims > 4:
-            raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
+            raise ValueError(f"tensor '{name}' has {n_dims} dimensions, more than 4")
         shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
         tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"an alignment of {alignment}")
+        raise ValueError(f"the alignment {alignment} is not a power of two")
     start = -(-reader.at // alignment) * alignment
     for name, tensor in tensors.items():
         missing = start + tensor.offset + (tensor_bytes(tensor) or 0) - size

@@ -66,7 +66,9 @@ class Picture:
         sizes = isinstance(self.width, int) and isinstance(self.height, int)
         page = isinstance(self.page, int) and isinstance(self.document, str)
         if not sizes or not page or not isinstance(self.rgb, (bytes, bytearray)):
-            raise ImageError(f"{self.name}: a picture is a name, two whole numbers and bytes; load_picture makes one")
+            raise ImageError(
+                f"{self.name}: a Picture needs a name, two whole numbers and bytes; use load_picture to make a Picture"
+            )
         if not self.rgb:
             return
         _check_size(self.name, self.width, self.height)
@@ -125,10 +127,10 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     what = name or "image"
     if is_pdf(source):
         named = os.fsdecode(source) if isinstance(source, (str, os.PathLike)) else what
-        raise ImageError(f"{named} is a PDF, whose pages are several pictures; pykvedge.pages makes them")
+        raise ImageError(f"{named} is a PDF, not a picture; use pykvedge.pages to make pictures of its pages")
     if isinstance(source, Picture):
         if not source.n_bytes:
-            raise ImageError(f"{source.name} has no pixels any more; load it again")
+            raise ImageError(f"the pixels of {source.name} were freed; load the picture again")
         return source
     if isinstance(source, (str, os.PathLike)):
         return _from_path(source, seen)
@@ -141,7 +143,7 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
     if hasattr(source, "read"):
         data, what = read_stream(source, what)
         return _from_file(io.BytesIO(data), what, Path(what).name, seen)
-    raise UsageError(f"{what}: {kind_of(source)} is no picture; give {FORMS}")
+    raise UsageError(f"{what}: {kind_of(source)} is not a picture; give {FORMS}")
 
 
 def picture_size(path: Path) -> tuple[int, int]:
@@ -169,7 +171,7 @@ def kind_of(thing: object) -> str:
 def _from_path(path: str | os.PathLike[str], seen: int) -> Picture:
     name = os.fsdecode(path)
     if "\0" in name or not name:
-        raise ImageError("a path of an image is empty or holds a zero byte")
+        raise ImageError("the path of an image is empty or contains a zero byte")
     place = Path(name)
     return _from_file(place, str(place), place.name, seen)
 
@@ -187,7 +189,7 @@ def read_stream(file: Any, what: str) -> tuple[bytes, str]:
     except (OSError, ValueError) as error:
         raise ImageError(f"{what} cannot be read: {error}") from None
     if isinstance(data, str):
-        raise UsageError(f"{what} is opened as text; open it with mode 'rb'")
+        raise UsageError(f"{what} was opened as text; open the file with mode 'rb'")
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise UsageError(f"{what}: read() gave {kind_of(data)}, not bytes; open the file in binary mode")
     return bytes(data), what
@@ -200,9 +202,9 @@ def _from_file(file: Path | io.BytesIO, what: str, name: str, seen: int) -> Pict
         pixels = image.width * image.height
         if image.format == "WEBP" and pixels > MAX_WEBP:
             raise ImageError(f"{what} has {image.width} x {image.height} pixels; the limit of WebP is "
-                             f"{MAX_WEBP / 10**6} million, scale it down or make a JPEG of it")  # fmt: skip
+                             f"{MAX_WEBP / 10**6} million; scale the image down, or convert it to JPEG")  # fmt: skip
         factor, wide = scaled_by(image.width, image.height, seen), image.width
-        note = f"{name} is animated; only its first picture is read" if getattr(image, "is_animated", False) else ""
+        note = f"{name} is animated; only its first frame is read" if getattr(image, "is_animated", False) else ""
         if factor > 1:  # only JPEG reads less data then
             image.draft(image.mode, (max(wide // factor, 1), max(image.height // factor, 1)))
         rest = max(factor * image.width // wide, 1)
@@ -234,7 +236,7 @@ def _from_pillow(image: PillowImage, what: str) -> Picture:
     given = getattr(image, "filename", "")
     name = Path(given).name if isinstance(given, str) and given else what
     if image.mode == "F" or (image.mode == "I" and not getattr(image, "format", None)):
-        raise ImageError(f"{name} has mode '{image.mode}', which does not say what is white; convert it to RGB")
+        raise ImageError(f"{name} has mode '{image.mode}', which does not define white; convert the image to RGB")
     with _explained(name):
         return _upright(image, name, name)
 
@@ -243,16 +245,16 @@ def _from_array(array: np.ndarray, what: str) -> Picture:
     shape = list(array.shape)
     if array.dtype != np.uint8:
         scale = ", scaled to 0..255" if array.dtype.kind in "fub" else ""
-        raise ArrayError(f"{what} is an array of {array.dtype}; pictures are uint8{scale}: array.astype('uint8')")
+        raise ArrayError(f"{what} is an array of {array.dtype}; a picture must be uint8{scale}: array.astype('uint8')")
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
         advice = "[height, width, 3] or [height, width]"
         if array.ndim == 3 and array.shape[0] in (1, 3, 4):
-            advice += "; array.transpose(1, 2, 0) puts the channels last"
+            advice += "; use array.transpose(1, 2, 0) to put the channels last"
         elif array.ndim == 4:
             advice += "; for several pictures pass list(array)"
-        raise ArrayError(f"{what} is an array of shape {shape}; pictures are {advice}")
+        raise ArrayError(f"{what} is an array of shape {shape}; a picture must be {advice}")
     _check_size(what, array.shape[1], array.shape[0])
     with _explained(what):
         return _upright(Image.fromarray(np.ascontiguousarray(array)), what, what)
@@ -287,11 +289,13 @@ def _explained(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ImageError(f"{what} does not exist") from None
     except UnidentifiedImageError:
-        raise ImageError(f"{what} is no image that can be read; use jpg, png, webp, bmp, gif or pdf") from None
+        raise ImageError(f"{what} is not a readable image; use jpg, png, webp, bmp, gif or pdf") from None
     except Image.DecompressionBombError:
-        raise ImageError(f"{what} has too many pixels; the limit is {MAX_PIXELS // 10**6} million") from None
+        raise ImageError(
+            f"{what} has too many pixels; the limit is {MAX_PIXELS // 10**6} million, so scale the image down"
+        ) from None
     except MemoryError:
-        raise ImageError(f"{what} does not fit into memory; scale it down") from None
+        raise ImageError(f"{what} does not fit in memory; scale the image down") from None
     except KvedgeError:
         raise
     except Exception as error:  # the bytes of a file decide what pillow raises, for example struct.error
@@ -304,7 +308,7 @@ def _check_size(what: str, width: int, height: int) -> None:
         raise ImageError(f"{what} is empty")
     if width * height > MAX_PIXELS:
         raise ImageError(
-            f"{what} has {width} x {height} pixels; the limit is {MAX_PIXELS // 10**6} million, scale it down"
+            f"{what} has {width} x {height} pixels; the limit is {MAX_PIXELS // 10**6} million; scale the image down"
         )
 
 

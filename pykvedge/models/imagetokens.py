@@ -64,10 +64,10 @@ def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, in
     if kind not in _LIMITS:
         if not least and not most:
             return None
-        why = "its images have a fixed size" if kind in _SQUARE else f"its projector '{kind}' takes no such limits"
+        why = "its images have a fixed size" if kind in _SQUARE else f"its projector '{kind}' takes no limits"
         raise UsageError(
-            f"--image-min-tokens and --image-max-tokens do nothing for {mmproj.path.name}: {why}; "
-            "--image-tokens has the model read fewer"
+            f"--image-min-tokens and --image-max-tokens do not work with {mmproj.path.name}: {why}; "
+            "use --image-tokens to read fewer tokens"
         )
     own_least, own_most = _LIMITS[kind]
     most_now = most or max(own_most, least)
@@ -93,7 +93,7 @@ def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] 
         breaks = h // side - 1 if kind == "pixtral" else 0  # a token after each row except the last
         return ImageGrid(((w // side) * (h // side) + breaks,), (w // patch) * (h // patch), w * h)
     raise UnsupportedError(
-        f"{mmproj.path}: how many tokens its projector '{kind}' makes of an image is not known; give --encoder-tokens"
+        f"{mmproj.path}: the number of tokens of an image with projector '{kind}' is unknown; give --encoder-tokens"
     )
 
 

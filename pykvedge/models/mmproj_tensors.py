@@ -60,16 +60,16 @@ class _Check:
         right = tuple(n if want is None else want for n, want in zip(shape, wanted, strict=False))
         if shape != (*right, 1, 1, 1, 1)[:4]:
             shown, right_one = (" x ".join(map(str, one)) for one in (self.header.tensors[name].shape, right))
-            raise bad(self.header, f"the tensor {name} is {shown} where its metadata imply {right_one}")
+            raise bad(self.header, f"the tensor {name} has shape {shown}, but the metadata require {right_one}")
         if types and self.header.tensors[name].type not in types:
-            raise bad(self.header, f"the tensor {name} is not {' or '.join(one.name for one in types)}")
+            raise bad(self.header, f"the tensor {name} is not of type {' or '.join(one.name for one in types)}")
         return shape
 
     def matrix(self, name: str, n_in: int, n_out: int | None = None) -> int:
         """Checks a matrix that multiplies vectors of n_in. Returns the width of the products."""
         width = self.tensor(name, n_in, n_out)[1]
         if self.header.tensors[name].type in _WHOLE_NUMBERS:
-            raise bad(self.header, f"the tensor {name} holds whole numbers or doubles")
+            raise bad(self.header, f"the tensor {name} has integers or doubles")
         return width
 
     def vector(self, name: str, width: int) -> None:
@@ -120,7 +120,7 @@ def check_tensors(header: Header, tower: Tower) -> None:
     if kind in _FIXED_SIZE and tower.patches < 1:
         raise bad(header, f"its images of {tower.image_size} pixels are smaller than its patches of {tower.patch_size}")
     if kind in _QWEN | _QWEN3 and tower.head % 4:
-        raise bad(header, f"its heads of size {tower.head} cannot be rotated, which takes a multiple of 4")
+        raise bad(header, f"its head size {tower.head} is not a multiple of 4")
     check.norms(tower.n_embd, "v.pre_ln", "v.post_ln")
     check.shape("v.patch_embd.weight")
     if kind in _PLACED:
@@ -164,7 +164,7 @@ def _check_llava_tower(check: _Check) -> None:
     tower, own = check.tower, check.has("v.class_embd")
     check.patches()
     if own and check.shape("v.class_embd")[0] != tower.n_embd:
-        raise bad(check.header, f"the tensor v.class_embd is not as wide as the tower, {tower.n_embd}")
+        raise bad(check.header, f"the width of the tensor v.class_embd is not {tower.n_embd}")
     check.any_vectors(tower.n_embd, "v.class_embd")
     check.positions(tower.patches**2 + own, looked_up=True)
 
@@ -185,7 +185,7 @@ def _check_ldp(check: _Check) -> None:
     _check_llava_tower(check)
     tower = check.tower
     if tower.patches != 24:
-        raise bad(check.header, f"its projector takes 24 x 24 patches, and the tower has {tower.patches} a side")
+        raise bad(check.header, f"its projector needs 24 patches per side, but the encoder has {tower.patches}")
     first = 0 if tower.projector == "ldpv2" else 1
     names = (f"mm.model.mlp.{first}", f"mm.model.mlp.{first + 2}")
     width = check.chain(tower.n_embd * tower.stacked, *names)
@@ -197,17 +197,17 @@ def _check_ldp(check: _Check) -> None:
 def _check_qwen(check: _Check) -> None:
     tower, third = check.tower, check.tower.projector in _QWEN3
     if check.header.values.get("clip.vision.spatial_merge_size", 2) != 2:
-        raise bad(check.header, "clip.vision.spatial_merge_size must be 2, as its projector joins 2 x 2 patches")
+        raise bad(check.header, "clip.vision.spatial_merge_size must be 2, because its projector merges 2 x 2 patches")
     if check.has("v.class_embd"):
-        raise bad(check.header, "it has a tensor v.class_embd, which its projector takes none of")
+        raise bad(check.header, "its projector does not use the tensor v.class_embd")
     if check.has("v.patch_embd.bias") != third:
-        raise bad(check.header, f"the tensor v.patch_embd.bias {'is missing' if third else 'does not belong there'}")
+        raise bad(check.header, f"the tensor v.patch_embd.bias {'is missing' if third else 'is not allowed'}")
     check.patches("v.patch_embd.weight", "v.patch_embd.weight.1")
     if third:
         check.positions(max(math.isqrt(check.shape("v.position_embd.weight")[1]), 1) ** 2)
     width = check.chain(4 * tower.n_embd, "mm.0", "mm.2")
     if check.header.values.get("clip.vision.n_wa_pattern") and not third and width != tower.n_out:
-        raise bad(check.header, f"clip.vision.projection_dim is {tower.n_out}, and its embeddings have {width}")
+        raise bad(check.header, f"clip.vision.projection_dim is {tower.n_out}, but its embeddings have width {width}")
 
 
 def _check_gemma3(check: _Check) -> None:
@@ -215,7 +215,7 @@ def _check_gemma3(check: _Check) -> None:
     check.patches()
     check.positions(tower.patches**2)
     if not 1 <= merge <= tower.patches:
-        raise bad(check.header, f"it joins {merge} patches a side, and the tower has {tower.patches}")
+        raise bad(check.header, f"its projector merges {merge} patches per side, but the encoder has {tower.patches}")
     check.vector("mm.soft_emb_norm.weight", tower.n_embd)
     check.tensor("mm.input_projection.weight", None, tower.n_embd)
 
@@ -232,7 +232,10 @@ def _check_internvl(check: _Check) -> None:
     check.patches()
     check.positions(tower.patches**2 + 1)
     if tower.patches % merge:
-        raise bad(check.header, f"it joins {merge} patches a side, which {tower.patches} do not divide into")
+        raise bad(
+            check.header,
+            f"its {tower.patches} patches per side are not a multiple of {merge}, the number of merged patches",
+        )
     check.norms(tower.n_embd * merge**2, "mm.model.mlp.0")
     check.chain(tower.n_embd * merge**2, "mm.model.mlp.1", "mm.model.mlp.3")
 

@@ -96,14 +96,14 @@ def read_tower(header: Header) -> Tower:
     n_layer = _count(header, "block_count", 0, _MOST_LAYERS)
     _count(header, "feed_forward_length", 0)
     if n_layer and not n_head:
-        raise bad(header, "its layers have no attention heads")
+        raise bad(header, "clip.vision.attention.head_count is 0")
     if n_layer and n_head_kv and n_head % n_head_kv:
-        raise bad(header, f"its {n_head} attention heads are no multiple of its {n_head_kv} key and value heads")
+        raise bad(header, f"its {n_head} attention heads are not a multiple of its {n_head_kv} KV heads")
     if n_layer and not head and n_embd % n_head:
-        raise bad(header, f"its width {n_embd} does not divide into {n_head} attention heads")
+        raise bad(header, f"its width {n_embd} is not a multiple of its {n_head} attention heads")
     features = {layer for layer in header.lists.get("clip.vision.feature_layer", []) if isinstance(layer, int)}
     if any(layer > n_layer for layer in features):
-        raise bad(header, f"clip.vision.feature_layer names a layer above {n_layer}, the number of its layers")
+        raise bad(header, f"clip.vision.feature_layer names a layer above its {n_layer} layers")
     patch = _count(header, "patch_size", 1, _LARGEST_PATCH)
     return Tower(
         projector(header), n_embd, n_head, n_head_kv, head or n_embd // max(n_head, 1), n_layer,
@@ -117,7 +117,11 @@ def _merged(header: Header, patch: int) -> int:
     merges = {name: _count(header, name, 1, default=1) for name in ("projector.scale_factor", "spatial_merge_size")}
     for name, merge in merges.items():
         if merge > 1 and merge * patch > _LARGEST_TOKEN:
-            raise bad(header, f"clip.vision.{name} is {merge}, which makes tokens of {merge * patch} pixels a side")
+            raise bad(
+                header,
+                f"clip.vision.{name} is {merge}, so each token covers {merge * patch} pixels per side, "
+                f"which is too large",
+            )
     return merges["projector.scale_factor"] if "clip.vision.projector.scale_factor" in header.values else 0
 
 
@@ -127,7 +131,7 @@ def _check_types(header: Header) -> None:
             raise bad(header, f"{key} is not {_NAMES[wanted]}")
     for key, wanted in _ARRAYS.items():
         if key in header.values or header.types.get(key, wanted) != wanted:
-            raise bad(header, f"{key} is no list of 32-bit floats")
+            raise bad(header, f"{key} is not a list of 32-bit floats")
 
 
 def _check_floats(header: Header) -> None:
@@ -138,9 +142,9 @@ def _check_floats(header: Header) -> None:
     for key in _ARRAYS:
         numbers = header.lists.get(key, [])
         if len(numbers) < 3 or not all(math.isfinite(number) for number in numbers[:3]):  # type: ignore[arg-type]
-            raise bad(header, f"{key} must be three numbers, one a colour")
+            raise bad(header, f"{key} must be three numbers, one per colour")
     if 0 in header.lists["clip.vision.image_std"][:3]:
-        raise bad(header, "clip.vision.image_std is 0, which pixels are divided by")
+        raise bad(header, "clip.vision.image_std has a 0, and pixels cannot be divided by 0")
 
 
 def _count(header: Header, name: str, least: int, most: int = 2**31 - 1, default: int | None = None) -> int:

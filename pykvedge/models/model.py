@@ -74,7 +74,9 @@ class Model(Vocabulary):
         if not self.handle:
             why = llamacpp.reason(lines, "llama.cpp does not say why")
             if llamacpp.FULL_DEVICE in why:
-                raise OutOfMemoryError(f"{path} cannot be loaded: {why}; put fewer layers there with --gpu-layers")
+                raise OutOfMemoryError(
+                    f"{path} cannot be loaded: {why}; put fewer layers on the device with --gpu-layers"
+                )
             raise ModelError(f"{path} cannot be loaded: {why}")
         super().__init__(llama, self.handle)
         if why := self._fault():
@@ -85,9 +87,9 @@ class Model(Vocabulary):
         """Returns why the model cannot be used, or ""."""
         llama = self.llama
         if not llama.llama_model_has_decoder(self.handle) or llama.llama_model_has_encoder(self.handle):
-            return "is no decoder-only language model; it cannot be used to chat"
+            return "is not a decoder-only language model, so kvedge cannot use it; use another model"
         if llama.llama_model_is_diffusion(self.handle):
-            return "is a diffusion model; it does not generate token by token"
+            return "is a diffusion model, which does not generate token by token; use another model"
         if llama.llama_vocab_n_tokens(self.vocab) < 1:
             return "has no vocabulary; convert the model again"
         if rotates_nothing(self.header) and llama.llama_model_rope_type(self.handle) != llama.LLAMA_ROPE_TYPE_NONE:

@@ -35,18 +35,18 @@ def _faults(header: Header) -> Iterator[str]:
     arch, values = header.architecture, header.values
     n_layer, predicting = values.get(f"{arch}.block_count"), _whole(header, "nextn_predict_layers")
     if isinstance(n_layer, int) and not 1 <= n_layer <= _MOST_LAYERS:
-        yield f"{arch}.block_count is {n_layer}; llama.cpp takes 1 to {_MOST_LAYERS} layers"
+        yield f"{arch}.block_count is {n_layer}, but llama.cpp allows 1 to {_MOST_LAYERS} layers"
     if isinstance(n_layer, int) and predicting > n_layer:
-        yield f"{arch}.nextn_predict_layers is {predicting}, and it has {n_layer} layers"
+        yield f"{arch}.nextn_predict_layers is {predicting}, but the model has only {n_layer} layers"
     scaling = values.get(f"{arch}.rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
-        yield f"{arch}.rope.scaling.type is none of {', '.join(_ROPE_SCALINGS)}"
+        yield f"{arch}.rope.scaling.type is not one of {', '.join(_ROPE_SCALINGS)}"
     for key, value in values.items():
         own = key.startswith(f"{arch}.") and isinstance(value, float)
         if own and (math.isnan(value) or (key.endswith("epsilon") and not 0 <= value < math.inf)):
-            yield f"{key} is {value}"
+            yield f"{key} is {value}, which is not allowed"
     if _whole(header, "attention.sliding_window") and _whole(header, "attention.sliding_window_pattern") == 1:
-        yield f"{arch}.attention.sliding_window_pattern is 1: it has a window, and no layer that uses it"
+        yield f"{arch}.attention.sliding_window_pattern is 1, so no layer uses the sliding window"
     yield from _faults_of_heads(header)
     yield from _faults_of_experts(header)
     yield from _faults_of_vocabulary(header)
@@ -65,14 +65,14 @@ def _faults_of_heads(header: Header) -> Iterator[str]:
         heads, shared = heads * (n_layer // len(heads)), shared * (n_layer // len(shared))
     for n_head, n in zip(heads, shared, strict=False):
         if n_head and n and n_head % n:
-            yield f"its {n_head} attention heads are no multiple of its {n} key and value heads"
+            yield f"its {n_head} attention heads are not a multiple of its {n} KV heads"
         if arch in _AS_WIDE and n_head and head and n_head * head != width:
-            yield f"its {n_head} heads of {head} numbers do not make its width, {width}"
+            yield f"its {n_head} heads of size {head} do not add up to its width {width}"
     for end in ("", "_swa"):
         n, head = _whole(header, f"rope.dimension_count{end}"), _whole(header, f"attention.key_length{end}")
         if n % 2 or (head and n > head):
-            of = f" of {head}" if head else ""
-            yield f"{arch}.rope.dimension_count{end} is {n}{of}; pairs are turned"
+            most = f" of at most {head}" if head else ""
+            yield f"{arch}.rope.dimension_count{end} is {n}, but must be an even number{most}"
 
 
 def _faults_of_experts(header: Header) -> Iterator[str]:
@@ -82,24 +82,24 @@ def _faults_of_experts(header: Header) -> Iterator[str]:
     if header.architecture.startswith("hunyuan") and n_experts <= 1:
         return
     if n_experts > _MOST_EXPERTS:
-        yield f"it has {n_experts} experts; llama.cpp takes up to {_MOST_EXPERTS}"
+        yield f"the model has {n_experts} experts, but llama.cpp allows up to {_MOST_EXPERTS}"
     if used > n_experts or (n_experts and not used):
-        yield f"it uses {used} of {n_experts} experts"
+        yield f"the model uses {used} of {n_experts} experts"
     if groups and (groups >= n_experts or (groups > 1 and (n_experts % groups or not 0 < chosen < groups))):
-        yield f"it uses {chosen} of {groups} groups of its {n_experts} experts"
+        yield f"the model uses {chosen} of {groups} groups of its {n_experts} experts"
 
 
 def _faults_of_vocabulary(header: Header) -> Iterator[str]:
     if header.values.get("tokenizer.ggml.model") in ("none", "no_vocab"):
-        yield "it has no tokenizer, so it reads no text"
+        yield "the model has no tokenizer"
     n, distinct = header.arrays.get(TOKENS, 0), header.distinct_tokens
     if n != distinct:
-        yield f"{n - distinct} of the {n} tokens in its vocabulary are there twice"
+        yield f"{n - distinct} of the {n} tokens in its vocabulary are duplicates"
     for key in _LISTS:
         if key in header.values:
-            yield f"{key} is no list"
+            yield f"{key} is not a list"
     if header.types.get(_LISTS[0], _STRING) != _STRING:
-        yield f"{_LISTS[0]} is no list of texts"
+        yield f"{_LISTS[0]} is not a list of texts"
 
 
 def _whole(header: Header, name: str) -> int:

@@ -40,13 +40,13 @@ def check_model(given: Header | str | os.PathLike[str]) -> Header:
     header = given if isinstance(given, Header) else read_header(given)
     path = header.path
     if header.architecture == "clip":
-        raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
+        raise ModelError(f"{path} is an image encoder; pass this file as --mmproj, and the language model as --model")
     if header.values.get("split.no"):
-        raise ModelError(f"{path} is not the first file of its model; give that one, whose name has -00001-of-")
+        raise ModelError(f"{path} is not the first file of its model; give the file with -00001-of- in its name")
     if not header.architecture:
-        raise ModelError(f"{path} does not say which architecture it has; convert the model again")
+        raise ModelError(f"{path} does not name its architecture; convert the model again")
     if not header.tensors:
-        raise ModelError(f"{path} holds no weights (a vocabulary only?); use a complete model")
+        raise ModelError(f"{path} has no weights (perhaps only a vocabulary); use a complete model")
     check_values(header)
     return header
 
@@ -57,14 +57,14 @@ def check_mmproj(given: Header | str | os.PathLike[str], model: Header) -> Heade
     path = header.path
     if header.architecture != "clip":
         kind = header.architecture or "unknown"
-        raise ModelError(f"{path} is a '{kind}' model, not an image encoder (mmproj); swap --model and --mmproj?")
+        raise ModelError(f"{path} is a '{kind}' model, not an image encoder (mmproj); check --model and --mmproj")
     if not header.values.get("clip.has_vision_encoder"):
         raise ModelError(f"{path} has no image encoder; use the mmproj that was made for this model's images")
     tower = read_tower(header)
     width, expected = _output_width(header), _embedding_width(model)
     if width and expected and width != expected:
         raise ModelError(
-            f"{path} makes embeddings of width {width}, the model {model.path} takes {expected}; "
+            f"{path} makes embeddings of width {width}, but the model {model.path} needs {expected}; "
             "use the mmproj that belongs to this model"
         )
     kind, m_rope = projector(header), f"{model.architecture}.rope.dimension_sections" in model.arrays

@@ -36,11 +36,11 @@ class Offload:
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu_layers, str) and self.gpu_layers != AUTO:
-            raise UsageError(f"--gpu-layers takes a number, -1 for all, or auto, not '{self.gpu_layers:.40}'")
+            raise UsageError(f"--gpu-layers must be a number, -1 for all, or auto, not '{self.gpu_layers:.40}'")
         if not self.names and self.device not in (AUTO, NONE):
-            raise UsageError("--device takes auto, none, or names of devices, as in CUDA0,RPC0")
+            raise UsageError("--device must be auto, none, or names of devices, for example CUDA0,RPC0")
         if self.device == NONE and (self.rpc or self.gpu_layers):
-            raise UsageError("--device none leaves no device for --rpc or --gpu-layers")
+            raise UsageError("--device none excludes --rpc and --gpu-layers; omit one or the other")
         for endpoint in self.servers:
             _address(endpoint)
 
@@ -99,8 +99,9 @@ class Offload:
             own += [device] * (device.kind == "GPU" and device not in servers and not twin)
         found = servers + (own or [device for device in there if device.kind == "integrated GPU"][:1])
         if not found and isinstance(self.gpu_layers, int):
-            why = backends.unused() or "; `kvedge doctor` tells what was looked for"
-            warnings.warn(f"no GPU was found for {self.gpu_layers} gpu_layers, the processor computes all{why}",
+            why = backends.unused() or "; `kvedge doctor` gives the reason"
+            warnings.warn(f"no GPU was found for {self.gpu_layers} gpu_layers, so the processor computes all "
+            f"layers{why}",
                           KvedgeWarning, stacklevel=2)  # fmt: skip
         return found
 
@@ -152,16 +153,16 @@ def _device(name: str) -> Device:
     found = {device.name: device for device in ggml.devices()}
     if name not in found:
         known = ", ".join(found) or "none"
-        raise UsageError(f"there is no device {name}; this machine has {known}{backends.unused()}")
+        raise UsageError(f"the device {name} does not exist; this machine has {known}{backends.unused()}")
     if found[name].kind == "CPU":
-        raise UsageError("--device CPU stands alone: layers that lie on no device are the CPU's")
+        raise UsageError("--device CPU is not allowed; use --device none to compute on the CPU only")
     return found[name]
 
 
 def _address(endpoint: str) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
     if not colon or not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"--rpc takes HOST:PORT, as in 192.168.0.7:50052, not '{endpoint}'")
+        raise UsageError(f"--rpc must be HOST:PORT, for example 192.168.0.7:50052, not '{endpoint}'")
     return host, int(port)
 
 
@@ -179,13 +180,16 @@ def _reach(endpoint: str) -> None:
                 return
             raise DeviceError(_unreachable(endpoint, error)) from None
         if not answer:
-            raise DeviceError(f"what listens at {endpoint} is no RPC server of kvedge's, or of another version")
+            raise DeviceError(
+                f"the server at {endpoint} is not an RPC server of this version of kvedge; start "
+                f"kvedge rpc-server of this version"
+            )
 
 
 def _busy(endpoint: str) -> str:
     return (
-        f"no RPC server answers at {endpoint} within {CONNECT_S:.0f} s; if there is one it serves another program, "
-        "and serves one at a time: try again when that one has ended"
+        f"no RPC server answers at {endpoint} within {CONNECT_S:.0f} s; an RPC server serves one program at a time, "
+        f"so try again when the other program has ended"
     )
 
 
@@ -193,7 +197,10 @@ def _unreachable(endpoint: str, error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return _busy(endpoint)
     why = error.strerror or str(error) or "no answer"
-    return f"no RPC server answers at {endpoint}: {why}; start one there with `kvedge rpc-server --host ADDRESS`"
+    return (
+        f"no RPC server answers at {endpoint}: {why}; start a server on that machine with `kvedge rpc-server "
+        f"--host ADDRESS`"
+    )
 
 
 def _is_client_of(endpoint: str) -> bool:

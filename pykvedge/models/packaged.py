@@ -34,5 +34,8 @@ def hints(model: Path, pictures: Iterable[Picture | object]) -> list[str]:
     for picture in pictures:
         if isinstance(picture, Picture) and not is_scene(picture):
             name = one_line(picture.name)
-            return [f"the packaged model knows drawn scenes only, and {name} is none; take a model with -m or -hf"]
+            return [
+                f"the packaged model knows drawn scenes only, and {name} is not a drawn scene; use another model "
+                f"with -m or -hf"
+            ]
     return []

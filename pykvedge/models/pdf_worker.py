@@ -31,11 +31,14 @@ def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]
     for first, last in ranges or [[1, None]]:
         if not first or max(first, last or 0) > n_pages:
             asked = max(first or 0, last or 0)
-            raise UsageError(f"has {n_pages} page{'s' * (n_pages != 1)}, and no page {asked}")
+            raise UsageError(f"has {n_pages} page{'s' * (n_pages != 1)}, but page {asked} was requested")
         for page in range(first, (last or n_pages) + 1):
             out[page] = None
             if len(out) > most:
-                why = f"has {n_pages} pages, and {most} at most are read at once: name them, as in [1-{most}]"
+                why = (
+                    f"has too many pages to read at once; name up to {most} of its {n_pages} pages, for example "
+                    f"[1-{most}]"
+                )
                 raise UsageError(why)
     return list(out)
 
@@ -44,7 +47,7 @@ def scale_of(size: tuple[float, float], request: dict[str, Any]) -> float:
     """Returns pixels per point: as many as the limits allow, and at most `dpi` per inch."""
     width, height = size
     if not all(math.isfinite(side) and 0 < side <= 72 * MOST_INCHES for side in size):
-        raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the most is {MOST_INCHES}")
+        raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the limit is {MOST_INCHES}")
     fits = min(request["side"] / max(size), math.sqrt(request["pixels"] / (width * height)))
     return min(fits, request["dpi"] / 72) * (1 - 1e-6)  # sizes are rounded up
 
@@ -57,8 +60,10 @@ def draw(file: BinaryIO, request: dict[str, Any]) -> Iterator[tuple[int, int, in
         pdf = pypdfium2.PdfDocument(file)
     except pypdfium2.PdfiumError as error:
         if error.err_code in (_PASSWORD, _SECURITY):
-            raise ImageError("is encrypted: save it without its password, as `qpdf --decrypt` does") from None
-        raise ImageError("is no PDF that can be read: it is damaged, or has no pages") from None
+            raise ImageError(
+                "is encrypted: save the file without a password, for example with `qpdf --decrypt`"
+            ) from None
+        raise ImageError("cannot be read as a PDF: the file is damaged, or has no pages") from None
     numbers = chosen(request["pages"], len(pdf), request["most"])
     with suppress(pypdfium2.PdfiumError):
         pdf.init_forms()  # draws filled forms

@@ -33,7 +33,9 @@ class PixelFile:
                 self._file.write(picture.rgb)
                 self._file.flush()
         except OSError as error:
-            raise ImageError(f"{picture.name} finds no room in {self._folder}: {error.strerror}") from None
+            raise ImageError(
+                f"{picture.name} cannot be written to {self._folder}: {error.strerror}; free disk space"
+            ) from None
         out = replace(picture, rgb=b"", away=functools.partial(self._read, picture.name, at, len(picture.rgb)))
         out.__dict__["key"] = key  # the value of cached_property
         return out

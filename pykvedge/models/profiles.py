@@ -115,4 +115,4 @@ def save(
 def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
     name = profile.about.get("model", {}).get("name")
     other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
-    return ProfileError(f"{where} {other}, not for the weights in {model}; run `{KINDS[profile.kind]}` for these")
+    return ProfileError(f"{where} {other}, not for the weights in {model}; run `{KINDS[profile.kind]}` for this model")

@@ -60,7 +60,8 @@ def check_places(text: str, n_pictures: int) -> None:
     if n and n != n_pictures:
         raise UsageError(
             f"the prompt has {n} {'place' if n == 1 else 'places'} for images ({IMAGE}), and {n_pictures or 'no'} "
-            f"{'image was' if n_pictures == 1 else 'images were'} given; for the word itself write \\{IMAGE}"
+            f"{'image was' if n_pictures == 1 else 'images were'} given; to write the word {IMAGE} itself, write "
+            f"\\{IMAGE}"
         )
 
 
@@ -123,13 +124,13 @@ def is_plain(source: str) -> bool:
     The template is parsed and not compiled, because jinja2 evaluates constants while it compiles.
     """
     if len(source) > MOST_SOURCE:
-        raise ValueError(f"it has {len(source)} characters")
+        raise ValueError(f"the template is too long: {len(source)} characters")
     try:
         return _is_plain(Environment(extensions=[loopcontrols]).parse(source), in_loop=False)
     except TemplateError:  # llama.cpp accepts tags that jinja2 does not know
         return False
     except (RecursionError, MemoryError):
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the template is nested too deeply") from None
 
 
 def _is_plain(node: nodes.Node, in_loop: bool) -> bool:

@@ -127,11 +127,11 @@ def watched(
     def look() -> None:
         while not done.wait(_LOOK_S):
             if time.monotonic() > last:
-                why.append(f"it takes longer than {seconds:.0f} seconds")
+                why.append(f"the work takes longer than {seconds:.0f} seconds")
             elif _resident(process.pid) > most:
-                why.append("it takes too much memory")
+                why.append("the work needs too much memory")
             elif stop is not None and stop.is_set():
-                why.append("nobody waits for it")
+                why.append("the work was cancelled")
             if why:
                 process.kill()
                 return
@@ -154,7 +154,7 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, 
                 process.stdin.write(request)
                 process.stdin.flush()
                 line = process.stdout.readline(_MOST_ANSWER)
-    return line, why[0] if why else "it ended the process that it ran in"
+    return line, why[0] if why else "the process of the template ended"
 
 
 def _resident(pid: int) -> int:

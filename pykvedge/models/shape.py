@@ -43,7 +43,9 @@ class ModelShape:
         def number(name: str, default: int | None = None) -> int:
             found = values.get(f"{arch}.{name}", default)
             if not isinstance(found, int) or found < 1:
-                raise ModelError(f"{header.path} does not say its {arch}.{name}; its memory cannot be planned")
+                raise ModelError(
+                    f"{header.path} has no {arch}.{name} in its metadata, so its memory cannot be estimated"
+                )
             return found
 
         n_embd, n_layer = number("embedding_length"), number("block_count")
@@ -104,7 +106,7 @@ def _number_or_list(header: Header, name: str, n_layer: int, default: list[int] 
     many = [found] * n_layer if isinstance(found, int) else found
     counts = [n for n in many if isinstance(n, int) and n >= 0] if isinstance(many, list) else []
     if len(counts) < n_layer:
-        raise ModelError(f"{header.path} does not say its {key}; its memory cannot be planned")
+        raise ModelError(f"{header.path} has no {key} in its metadata, so its memory cannot be estimated")
     return counts[:n_layer]
 
 

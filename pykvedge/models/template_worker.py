@@ -54,7 +54,7 @@ class NativeTemplate:
         """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises ValueError."""
         prompt = str(self._run("write", request))
         if len(prompt) > MOST_OUTPUT:
-            raise ValueError(f"it writes more than {MOST_OUTPUT} characters")
+            raise ValueError(f"its output has more than {MOST_OUTPUT} characters")
         return prompt
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,14 +26,12 @@ class TokenTable:
     def __init__(self, header: Header) -> None:
         """Raises UnsupportedError if a token is more than a row of the table, or the table's type has no reader."""
         if header.architecture not in SAME_FOR_BOTH:
-            raise UnsupportedError(
-                f"{header.path.name}: text of {header.architecture} models cannot be given as embeddings"
-            )
+            raise UnsupportedError(f"{header.path.name}: {header.architecture} models do not accept text as embeddings")
         tensor = header.tensors.get(TABLE)
         size = tensor_bytes(tensor) if tensor is not None else None
         elsewhere = tensor is not None and header.data_start + tensor.offset >= header.file_size  # in another file
         if tensor is None or len(tensor.shape) != 2 or size is None or elsewhere:
-            raise UnsupportedError(f"{header.path.name} has no token table that can be read")
+            raise UnsupportedError(f"the token table of {header.path.name} cannot be read")
         self.width, self.n_vocab = tensor.shape
         self._type = GGMLQuantizationType(tensor.type)
         try:

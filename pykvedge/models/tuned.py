@@ -39,7 +39,7 @@ class Tuned:
         what = "full" if self.plan.method == "full" else f"{self.plan.method} at {self.plan.budget}"
         proof = self.says["proof"]
         if not self.says["met"]:
-            return f"tuned: {what}, as no plan was shown to keep {100 * self.says['target']:g} % agreement"
+            return f"tuned: {what}, because no plan was proven to keep {100 * self.says['target']:g} % agreement"
         return (f"tuned: {what} keeps {100 * proof['agreement']:.1f} % agreement ({100 * proof['low']:.1f} to "
                 f"{100 * proof['high']:.1f}) in {100 * proof['bytes']:.0f} % of the bytes")  # fmt: skip
 
@@ -59,11 +59,13 @@ def of(says: Mapping[str, Any], path: Path) -> Tuned:
     """Makes a certificate from a file's content. Raises ProfileError if it is invalid or of another version."""
     try:
         if says["kvedge_tuned"] != JSON_VERSION:
-            raise ProfileError(f"{path} is of another version than {JSON_VERSION}; run `kvedge tune` again")
+            raise ProfileError(f"{path} does not have version {JSON_VERSION}; run `kvedge tune` again")
         made = Tuned(path, Plan.from_json(json.dumps(says["plan"])), says["model"]["hash"], says)
         made.line()
     except (ValueError, KeyError, TypeError):
-        raise ProfileError(f"{path} is no certificate of kvedge tune; remove the file, or run `kvedge tune`") from None
+        raise ProfileError(
+            f"{path} is not a certificate of kvedge tune; remove the file, or run `kvedge tune`"
+        ) from None
     except ProfileError:
         raise
     except KvedgeError as error:
@@ -78,7 +80,9 @@ def load(path: Path) -> Tuned:
     except OSError as error:
         raise ProfileError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise ProfileError(f"{path} is no certificate of kvedge tune; remove the file, or run `kvedge tune`") from None
+        raise ProfileError(
+            f"{path} is not a certificate of kvedge tune; remove the file, or run `kvedge tune`"
+        ) from None
 
 
 def find(model: str | os.PathLike[str]) -> Tuned | None:
@@ -114,13 +118,13 @@ def plan_or_default(model: str | os.PathLike[str], budget: Any = None, second_pa
     except ProfileError:  # a profile is missing now
         changed = True
     if changed:
-        return default_plan(budget), ("its profile changed since this model was tuned, so the default plan is taken; "
+        return default_plan(budget), ("the profile of the tuned plan has changed, so kvedge uses the default plan; "
                                       "run `kvedge tune` again")  # fmt: skip
     if not second_pass and found.plan.scorer == "replay":
-        return default_plan(budget), f"tuned: {found.plan.method} reads a prompt twice and does not fit here; " \
-                                     f"{DEFAULT_METHOD} is taken"  # fmt: skip
+        return default_plan(budget), f"tuned: {found.plan.method} reads a prompt twice, which does not work here; " \
+                                     f"kvedge uses {DEFAULT_METHOD}"  # fmt: skip
     if budget is None:
         return found.plan, found.line()
     if found.plan.method == "full":
         return default_plan(budget), ""
-    return found.plan.with_(budget=budget), f"tuned: {found.plan.method}, with the budget that was named"
+    return found.plan.with_(budget=budget), f"tuned: {found.plan.method}, with the given budget"

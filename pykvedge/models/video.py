@@ -30,9 +30,9 @@ def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
     ahead. Raises UsageError if ffmpeg is missing or fps is invalid, ImageError if the file is no video or ends broken.
     """
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0.001 <= fps <= 1000:
-        raise UsageError(f"frames of a second are a number from 0.001 to 1000, not {fps!r:.20}")
+        raise UsageError(f"the frames per second must be a number from 0.001 to 1000, not {fps!r:.20}")
     if not isinstance(path, (str, os.PathLike)) or not isinstance(name := os.fspath(path), str):
-        raise UsageError(f"a video is named by a path, not {path!r:.40}")
+        raise UsageError(f"a video must be given as a path, not {path!r:.40}")
     place = Path(name)
     try:
         require_file(place)
@@ -40,7 +40,7 @@ def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
         raise ImageError(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     program = shutil.which("ffmpeg")
     if program is None:
-        raise UsageError(f"reading {place.name} needs ffmpeg, which is not here: {_HOW_TO_GET}")
+        raise UsageError(f"reading {place.name} needs ffmpeg, which is not installed: {_HOW_TO_GET}")
     return _frames(program, place.resolve(), float(fps))
 
 
@@ -64,10 +64,10 @@ def _frames(program: str, place: Path, fps: float) -> Iterator[Picture]:
         if n == 0:
             said.seek(0)
             sound = b"matches no streams" in said.read(1 << 16)
-            what = "has no pictures, as sound has none" if sound else "is no video that ffmpeg can read"
+            what = "has only sound and no pictures" if sound else "is not a video that ffmpeg can read"
             raise ImageError(f"{place.name} {what}; --video takes files such as mp4, webm and gif")
         if status != 0:
-            raise ImageError(f"{place.name} is broken after {n} pictures; ask about an undamaged copy")
+            raise ImageError(f"{place.name} is damaged after {n} frames; use an undamaged copy")
 
 
 def _next(pipe: IO[bytes], name: str) -> Picture | None:
@@ -79,11 +79,11 @@ def _next(pipe: IO[bytes], name: str) -> Picture | None:
             return None
         words += line.split()
         if not line.endswith(b"\n") or words[0] != b"P6":
-            raise ImageError(f"{name}: ffmpeg was broken off")
+            raise ImageError(f"{name}: ffmpeg ended before the end of the video")
     width, height = int(words[1]), int(words[2])
     if width * height > MAX_PIXELS:
-        raise ImageError(f"{name}: {width} x {height} pixels are more than {MAX_PIXELS // 10**6} million")
+        raise ImageError(f"{name}: a frame has {width} x {height} pixels; the limit is {MAX_PIXELS // 10**6} million")
     rgb = pipe.read(3 * width * height)
     if len(rgb) != 3 * width * height:
-        raise ImageError(f"{name}: ffmpeg was broken off")
+        raise ImageError(f"{name}: ffmpeg ended before the end of the video")
     return Picture(name, width, height, rgb)

@@ -57,7 +57,9 @@ class PreparedPicture:
         parts = [chunk for chunk in every if mtmd.mtmd_input_chunk_get_type(chunk) == kind]
         try:
             if len(parts) != self.n_parts or mtmd.mtmd_input_chunk_get_n_tokens(parts[part]) != n_rows:
-                raise ImageError(f"{self._picture.name} cannot be prepared: it has other parts than its size has")
+                raise ImageError(
+                    f"{self._picture.name} cannot be prepared: its number of parts does not match its size"
+                )
             return (by or self._vision.encoder).encode(parts[part], n_rows, look)
         finally:
             if part == self.n_parts - 1:
@@ -132,7 +134,9 @@ class Vision:
             with llamacpp.collected_errors() as lines:
                 status = mtmd.mtmd_tokenize(self.handle, chunks, ctypes.byref(given), array, len(bitmaps))
             if status == 1:
-                raise UsageError(f"the prompt has not as many image places as images, {len(pictures)}")
+                raise UsageError(
+                    f"the number of image places in the prompt differs from the number of images, {len(pictures)}"
+                )
             if status != 0:
                 names = ", ".join(p.name for p in pictures)
                 raise ImageError(f"{names} cannot be prepared: {llamacpp.reason(lines, 'mtmd does not say why')}")
@@ -175,7 +179,7 @@ class Vision:
                 out.append(ImagePiece(copy, n_rows, key, n_rows, places=where, prepared=one, part=one.n_parts))
                 one.n_parts += 1  # some models cut an image into slices, which are several chunks
             else:
-                raise UsageError("the prompt holds something that is neither text nor image")
+                raise UsageError("the prompt has a part that is neither text nor image")
         return out
 
     def encode(self, piece: ImagePiece, look: Callable[[float], None] = lambda share: None) -> None:
@@ -186,7 +190,7 @@ class Vision:
 
         def make() -> np.ndarray:
             if piece.prepared is None:
-                raise StateError("the pixels of the image are not here any more")
+                raise StateError("the pixels of the image were freed; give the image again")
             return piece.prepared.encode(piece.part, piece.n_rows, look)
 
         piece.embeddings, piece.reused = self._encoded.rows(piece.key, piece.n_rows, make, look)

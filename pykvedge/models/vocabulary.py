@@ -164,7 +164,7 @@ class Vocabulary:
         n_vocab = self.n_vocab
         for token in tokens:
             if not 0 <= token < n_vocab:
-                raise UsageError(f"the model has no token {token}, only those from 0 to {n_vocab - 1}")
+                raise UsageError(f"the model has no token {token}, only tokens 0 to {n_vocab - 1}")
 
     def text(self, tokens: list[int]) -> str:
         """Returns the text of tokens, special tokens included. Raises UsageError for an invalid token number."""

@@ -19,7 +19,7 @@ def require_file(path: str | bytes | os.PathLike[str]) -> None:
     """Raises OSError, with the reason in strerror, unless the path is a regular file. Links are followed."""
     kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 - bytes are valid paths too
     if kind != stat.S_IFREG:
-        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'something')}, not a file", os.fsdecode(path))
+        raise OSError(errno.EINVAL, f"the path is {_KINDS.get(kind, 'something')}, not a file", os.fsdecode(path))
 
 
 def is_there(path: Path) -> bool:

@@ -46,13 +46,17 @@ class Guard:
             raise StateError(
                 self._over
                 if self.ending
-                else f"another thread is using this {self._what}; wait until it is done, or give each thread its own"
+                else f"another thread is using this {self._what}; wait until that thread ends its call, or give each "
+                f"thread its own {self._what}"
             )
         refused = ""
         if not self._entries and self.ending:
             refused = self._over
         elif self._entries and self._entries[0][1] != signals.outside():
-            refused = f"this {self._what} is in the midst of another call, which called back; use it when that is done"
+            refused = (
+                f"a callback cannot use this {self._what} during another call of it; use the {self._what} "
+                f"after the call"
+            )
         if refused:
             self._lock.release()
             raise StateError(refused)
@@ -73,7 +77,10 @@ class Guard:
             alone = self._lock.acquire(blocking=False)
             if alone and self._entries:
                 self._lock.release()
-                raise StateError(f"this {self._what} is closed from inside one of its own calls; close it afterwards")
+                raise StateError(
+                    f"this {self._what} cannot be closed during one of its own calls; close the "
+                    f"{self._what} after the call"
+                )
             self.ending = True
             while not alone:
                 if signals.pending():
@@ -112,7 +119,7 @@ class Stop(threading.Event):
 class Single:
     """Base class of objects with native memory. They cannot be copied: a copy would free the memory twice."""
 
-    instead = "make another one"
+    instead = "create another object"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(f"{type(self).__name__} cannot be copied or pickled; {self.instead}")

@@ -148,7 +148,7 @@ def remove(name: str) -> Removal:
     wanted = Name.of(name)
     folder = Folder.of(wanted.repo)
     if not folder.path.is_dir():
-        raise HubError(f"{wanted.repo} is not in the cache; `kvedge list` lists what is")
+        raise HubError(f"{wanted.repo} is not in the cache; `kvedge list` shows the models in the cache")
     there = [folder.files(commit) for commit in folder.commits()]
     paths = {path for files in there for path in files}
     if not wanted.quant:

@@ -39,8 +39,8 @@ def check_room(folder: Folder, files: Sequence[RemoteFile], what: str) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise HubError(
-            f"{what} needs {readable(needed)} more in {folder.path.parent}, where {readable(free)} are free; make "
-            "room, or let HF_HUB_CACHE name a folder on another disk"
+            f"{what} needs {readable(needed)} in {folder.path.parent}, but only {readable(free)} are free; free disk "
+            f"space, or set HF_HUB_CACHE to a folder on another disk"
         )
 
 
@@ -52,7 +52,7 @@ def fetch(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Look) -
                 return
             part = folder.partial(file.checksum)
             if not folder.holds(part):
-                raise HubError(f"{part} leads out of the cache; remove it")
+                raise HubError(f"{part} is a link to a place outside the cache; remove this link")
             part.parent.mkdir(parents=True, exist_ok=True)
             if _size(part) > file.size:
                 part.unlink()
@@ -89,8 +89,8 @@ def _compare(part: Path, file: RemoteFile, name: str) -> None:
     if found != file.checksum:
         part.unlink()
         raise HubError(
-            f"{name} came damaged: its checksum is {found[:12]}..., the hub says {file.checksum[:12]}...; it was "
-            "removed, fetch it again"
+            f"the download of {name} is damaged and was removed: its checksum is {found[:12]}..., not "
+            f"{file.checksum[:12]}...; download the file again"
         )
 
 

@@ -102,9 +102,11 @@ class Folder:
     def checked(self, place: Path) -> Path:
         """Returns the path of a file. Raises HubError if it leads out of the cache, or to nothing."""
         if not self.holds(place):
-            raise HubError(f"{place} leads out of the cache; remove it, and fetch it again")
+            raise HubError(
+                f"{place} is a link to a place outside the cache; remove this link, and download the file again"
+            )
         if not place.is_file():
-            raise HubError(f"{place} is not complete; fetch it again")
+            raise HubError(f"{place} is incomplete; download the file again")
         return place
 
     def pair(self, choice: Choice, places: Mapping[str, Path]) -> Pair:
@@ -116,7 +118,7 @@ class Folder:
         """Links a fetched file to its name, or moves it if links are not allowed. Raises HubError if that fails."""
         place, blob = self.place(commit, file), self.blob(checksum)
         if not self.holds(place.parent):
-            raise HubError(f"{place.parent} leads out of the cache; remove it")
+            raise HubError(f"{place.parent} is a link to a place outside the cache; remove this link")
         if place.exists() and not (blob.is_file() and blob.stat().st_size != place.stat().st_size):
             return place
         try:
@@ -151,7 +153,7 @@ def below(top: Path) -> list[Path]:
 
 def unwritable(path: Path, error: OSError) -> HubError:
     """Returns the error for a path in the cache that cannot be written."""
-    return HubError(f"{path} cannot be written: {error.strerror or error}; HF_HUB_CACHE names another folder")
+    return HubError(f"{path} cannot be written: {error.strerror or error}; set HF_HUB_CACHE to another folder")
 
 
 def folders() -> Iterator[Folder]:

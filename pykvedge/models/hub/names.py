@@ -32,10 +32,10 @@ class Name:
     def of(cls, text: str) -> Name:
         """Reads user/repo[:quant]. Raises UsageError for any other text."""
         if not isinstance(text, str):
-            raise UsageError(f"the name of a model is text as in user/repo:Q4_K_M, not {text!r:.40}")
+            raise UsageError(f"the name of a model must be text such as user/repo:Q4_K_M, not {text!r:.40}")
         repo, colon, quant = text.partition(":")
         if not is_repo(repo) or (colon and not _QUANT.fullmatch(quant)):
-            raise UsageError(f"'{one_line(text):.80}' names no model; write user/repo, or user/repo:Q4_K_M")
+            raise UsageError(f"'{one_line(text):.80}' is not the name of a model; write user/repo, or user/repo:Q4_K_M")
         return cls(repo, quant)
 
     def __str__(self) -> str:
@@ -166,7 +166,10 @@ class HubRequest:
         """
         hostile = next((path for path in paths if path.endswith(".gguf") and not is_safe(path)), None)
         if hostile is not None:
-            raise HubError(f"{self.name.repo} has a file named {hostile!r:.80}, which leads elsewhere; it is not used")
+            raise HubError(
+                f"{self.name.repo} is refused, because its file name {hostile!r:.80} points outside the "
+                f"repository; use another repository"
+            )
         models = [path for path in paths if is_model(path)]
         if not models:
             raise HubError(f"{self.name.repo} has no GGUF model; look for a repository whose name ends in GGUF")
@@ -176,7 +179,7 @@ class HubRequest:
             model = find_model(paths, self.name.quant)
         if model is None:
             has = quants(paths)
-            raise unknown(f"quantisation of {self.name.repo}", self.name.quant, has, [f"there are {', '.join(has)}"])
+            raise unknown(f"quantisation of {self.name.repo}", self.name.quant, has, [f"available: {', '.join(has)}"])
         mmproj = find_mmproj(paths, model)
         if self.mmproj:
             encoders = [path for path in paths if path.endswith(".gguf") and "mmproj" in path]

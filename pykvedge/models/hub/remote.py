@@ -56,14 +56,14 @@ class Hub:
         """Raises UsageError if huggingface_hub is not installed, or the endpoint is invalid."""
         endpoint = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT") or None
         if endpoint is not None and not _is_url(endpoint):
-            raise UsageError(f"HF_ENDPOINT is the URL of a hub, not '{one_line(endpoint):.80}'")
+            raise UsageError(f"HF_ENDPOINT must be the URL of a hub, not '{one_line(endpoint):.80}'")
         try:
             import huggingface_hub
             from huggingface_hub import errors, utils
             from huggingface_hub.utils import http_stream_backoff  # since 1.0
         except ImportError as error:
             raise UsageError(
-                "models by name need huggingface_hub: pip install 'kvedge[hub]'; what is in the cache is found with "
+                "models by name need huggingface_hub: pip install 'kvedge[hub]'; for a model in the cache use "
                 f"--offline ({one_line(error):.80})"
             ) from None
         self._hub, self._utils, self._stream = huggingface_hub, utils, http_stream_backoff
@@ -84,7 +84,7 @@ class Hub:
             info = api.model_info(repo, revision="main", timeout=_TIMEOUT_S, files_metadata=True)
             commit = info.sha or ""
             if not is_commit(commit):
-                raise UnreachableError(f"{self._where} says no commit of {repo}")
+                raise UnreachableError(f"{self._where} gives no commit of {repo}; try again later")
             files = [_file(repo, found) for found in info.siblings or () if found.rfilename.endswith(".gguf")]
         return Listing(commit, {file.path: file for file in files})
 
@@ -100,7 +100,9 @@ class Hub:
                         break
             if header := header_of(name, bytes(start[:most]), file.size):
                 return header
-        raise ModelError(f"{name} has a header of more than {_BEGINNINGS[-1] >> 20} MiB, as no usable model has")
+        raise ModelError(
+            f"{name} cannot be used: its header is larger than {_BEGINNINGS[-1] >> 20} MiB; use another model"
+        )
 
     def append(self, repo: str, commit: str, file: RemoteFile, out: BinaryIO, look: Callable[[int], None]) -> None:
         """Appends the missing rest of a file to `out`; rewrites the whole file if the hub does not send the rest.
@@ -124,7 +126,9 @@ class Hub:
             for chunk in response.iter_bytes():  # no chunk size: a broken connection would lose a part of a chunk
                 there += len(chunk)
                 if there > file.size:
-                    raise HubError(f"{self._where} sends more of {repo}/{file.path} than the {file.size} bytes it has")
+                    raise HubError(
+                        f"{self._where} sends more than the {file.size} bytes of {repo}/{file.path}; try again later"
+                    )
                 out.write(chunk)
                 look(there)
         if there < file.size:
@@ -165,16 +169,22 @@ class Hub:
             why = one_line(error) or type(error).__name__
             raise UnreachableError(f"{self._where} cannot be reached ({why:.120}){_proxies()}") from None
         except ConnectionError as error:  # huggingface_hub raises it if HF_HUB_OFFLINE is set
-            raise UnreachableError(f"{self._where} is not asked: {one_line(error):.120}") from None
+            raise UnreachableError(f"{self._where} was not contacted: {one_line(error):.120}") from None
         except (NotADirectoryError, IsADirectoryError, PermissionError) as error:  # from the file with the token
-            raise HubError(f"{error.filename} cannot be read: {error.strerror}; HF_HOME names another folder") from None
+            raise HubError(
+                f"{error.filename} cannot be read: {error.strerror}; set HF_HOME to another folder"
+            ) from None
         except self._no_way as error:
-            raise UnreachableError(f"{self._where} cannot be asked ({one_line(error):.160}){_proxies()}") from None
+            raise UnreachableError(f"{self._where} cannot be contacted ({one_line(error):.160}){_proxies()}") from None
         except UnicodeEncodeError:
-            raise UsageError("HF_TOKEN is no token: it holds a sign that tokens have none of") from None
+            raise UsageError(
+                "HF_TOKEN is invalid: it has a character that is not allowed in a token; set HF_TOKEN to a valid token"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {one_line(error):.80}"
-            raise UnreachableError(f"{self._where} does not answer as a hub of models does ({why})") from None
+            raise UnreachableError(
+                f"{self._where} does not answer like a hub of models ({why}); check HF_ENDPOINT"
+            ) from None
 
 
 def _is_url(text: str) -> bool:
@@ -188,27 +198,30 @@ def _is_url(text: str) -> bool:
 def _proxies() -> str:
     """Returns a text with the variables that name a proxy, or ""."""
     found = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
-    return f"; {', '.join(found)} names a proxy" if found else ""
+    return f"; check the proxy in {', '.join(found)}" if found else ""
 
 
 def _file(repo: str, found: Any) -> RemoteFile:
     checksum = found.lfs.sha256 if found.lfs else found.blob_id
     if not isinstance(found.size, int) or found.size < 0 or not is_checksum(checksum or ""):
-        raise HubError(f"{repo} has no size or checksum of {found.rfilename!r:.80}; it cannot be fetched")
+        raise HubError(
+            f"{repo} gives no size or checksum for {found.rfilename!r:.80}, so the file cannot be "
+            f"downloaded; use another repository"
+        )
     return RemoteFile(found.rfilename, found.size, checksum)
 
 
 def _refused(repo: str, where: str, error: Any) -> HubError:
     status = error.response.status_code
     if status >= 500:
-        return UnreachableError(f"{where} has a fault of its own (status {status}); try again later")
-    token = "set HF_TOKEN to a token if it is private or gated"
+        return UnreachableError(f"{where} has an internal error (status {status}); try again later")
+    token = "set HF_TOKEN to a token if the repository is private or gated"
     if "authorization" in error.response.request.headers:
-        token = "HF_TOKEN is not valid there"
+        token = "the token in HF_TOKEN is not valid"
     words = {
-        401: f"does not show {repo}, if it exists at all; {token}",
-        403: f"denies {repo} to this HF_TOKEN; ask for access on the page of the repository",
-        404: f"has no {repo}, or it is private; check the name, and HF_TOKEN",
-        429: "was asked too often; try again in some minutes, or with an HF_TOKEN",
+        401: f"refuses access to {repo}, or the repository does not exist; {token}",
+        403: f"refuses access to {repo} with this HF_TOKEN; request access on the page of the repository",
+        404: f"has no repository {repo}, or the repository is private; check the name and HF_TOKEN",
+        429: "had too many requests; try again in some minutes, or set HF_TOKEN",
     }
     return HubError(f"{where} {words.get(status, f'refused a request for {repo} (status {status})')}")

@@ -98,7 +98,7 @@ class _Search:
         if self.offline or offline():
             return None
         self._look()
-        self.progress(f"asking for {self.repo}", 0.0)
+        self.progress(f"looking up {self.repo}", 0.0)
         hub = Hub()
         try:
             return hub, hub.listing(self.repo)
@@ -109,14 +109,14 @@ class _Search:
             if cached is None:
                 raise
             if not isinstance(error, UnreachableError):
-                raise HubError(f"{error}; it is in the cache, where --offline finds it") from None
-            self.warn(f"{error}; going on with what is in the cache")
+                raise HubError(f"{error}; use --offline, because the model is in the cache") from None
+            self.warn(f"{error}; using the model in the cache")
             return None
 
     def _cached(self) -> Pair:
         found = find_cached(self.request)
         if found is None:
-            raise HubError(f"{self.request.name} is not in the cache; fetch it once without --offline")
+            raise HubError(f"{self.request.name} is not in the cache; download the model once without --offline")
         return found
 
     def _headers(self, hub: Hub, listing: Listing, choice: Choice) -> tuple[Header, Header | None]:
@@ -137,7 +137,7 @@ class _Search:
 
             def look(n: int, name: str = name, size: str = size, before: int = before) -> None:
                 self._look()
-                self.progress(f"fetching {name}: {readable(n)} of {size}", min((before + n) / total, 1.0))
+                self.progress(f"downloading {name}: {readable(n)} of {size}", min((before + n) / total, 1.0))
 
             look(0)
             fetch(hub, folder, commit, file, look)
