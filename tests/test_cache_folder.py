@@ -114,7 +114,7 @@ def test_entries_that_are_not_the_one_asked_for(folder, entry):
     whole, name = entry.read_bytes(), f"images-{KEY}".encode()
     head = whole[:8] + struct.pack("<I", 2) + whole[12:28]
     entry.write_bytes(head + struct.pack("<I", zlib.crc32(head + name)) + whole[32:])
-    assert got(folder) is None and "of another version" in folder.notes()[0]
+    assert got(folder) is None and "from another version" in folder.notes()[0]
     for other in (f"images-{key(2)}.kvc", f"prompts-{KEY}.kvc"):
         entry.with_name(other).write_bytes(whole)
     assert got(folder, of=key(2)) is None and got(folder, "prompts") is None
@@ -152,7 +152,7 @@ def test_a_link_among_the_entries_is_removed_alone(folder, entry, tmp_path, to):
     entry.unlink()
     entry.symlink_to({"other": tmp_path / "other", "itself": entry, "nothing": tmp_path / "none"}.get(to, to))
     assert set(folder.entries("images")) == {"0a"}
-    assert got(folder) is None and not entry.is_symlink() and "a link and was removed" in folder.notes()[0]
+    assert got(folder) is None and not entry.is_symlink() and "a symbolic link and was removed" in folder.notes()[0]
     assert bytes(folder.get("images", "0a")) == b"other" and (tmp_path / "other").exists()
     folder.put("images", KEY, [DATA])
     assert got(folder) == DATA and not folder.notes()
@@ -189,7 +189,7 @@ def test_an_entry_above_the_limit_is_not_stored(tmp_path):
     assert got(folder) is None and got(folder, of=key(1)) is not None
     assert len(asked) <= 3 and len(list(folder.path.iterdir())) == 1
     (note,) = folder.notes()
-    assert str(folder.path) in note and "the most that the folder may take; what is so large is not kept" in note
+    assert str(folder.path) in note and "an entry was not saved, because it is larger than the limit of" in note
 
 
 def test_a_folder_that_was_larger_before_shrinks(tmp_path):
@@ -219,7 +219,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
             folder.put("images", KEY, [DATA])
             assert got(folder) is None
         (note,) = folder.notes()
-        assert "nothing is kept there" in note and "\n" not in note and "\0" not in note
+        assert "nothing is cached" in note and "\n" not in note and "\0" not in note
     assert (tmp_path / "c").read_text() == "mine"
 
 

@@ -44,7 +44,7 @@ NAN[0, 0, 0, 0] = np.nan
     ({"q": P.q[0]}, "q must have four dimensions"),
     ({"q": P.q.astype(int)}, "q must hold floating-point numbers"),
     ({"q": "words"}, "q must have four dimensions"),
-    ({"q": [[1], [1, 2]]}, "q is no array"),
+    ({"q": [[1], [1, 2]]}, "q is not an array"),
     ({"k": P.k[:, :, :19]}, "same shape"),
     ({"q": P.q[:, :, :19]}, "agree in L, T and d"),
     ({"q": P.q[:1]}, "agree in L, T and d"),
@@ -53,7 +53,7 @@ NAN[0, 0, 0, 0] = np.nan
     ({"q": P.q[:, :, :0], "k": P.k[:, :, :0], "v": P.v[:, :, :0]}, "four dimensions"),
     ({"k": NAN}, "k holds NaN"),
     ({"v": P.v * np.float32(np.inf)}, "v holds NaN or infinite"),
-    ({"k": P.k * np.float32(1e6)}, "k holds values that f16 cannot"),
+    ({"k": P.k * np.float32(1e6)}, "k has values that f16 cannot represent"),
     ({"image_mask": P.image_mask[:-1]}, r"image_mask must be \[20\] of bool"),
     ({"image_mask": P.image_mask.astype(np.float32)}, "image_mask must be"),
 ])  # fmt: skip

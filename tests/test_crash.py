@@ -50,7 +50,9 @@ LONG = "And what is that over there, behind the house? " * 3
 ])  # fmt: skip
 def test_one_line_says_what_happened(kvedge, tiny, write, tmp_path, crash, words):
     asked = ["--session", tmp_path / "not-there-yet.kvs", "--json", "Hello there, what is this?"]
-    kvedge(*options(tiny("llama"), crashing(write, crash), *asked)).failed(1, f"{words}; what was not saved is lost")
+    kvedge(*options(tiny("llama"), crashing(write, crash), *asked)).failed(
+        1, f"{words}; everything that was not saved is lost"
+    )
 
 
 def test_the_conversation_is_where_the_line_says(kvedge, tiny, write, tmp_path):
@@ -116,7 +118,7 @@ def test_a_server(environment, write, tmp_path):
         assert server.process.returncode == 1 and not out
     line = err.splitlines()[-1]
     assert line.startswith("kvedge: error: native code crashed: segmentation fault; ")
-    assert line.endswith(f"what was parked in {park} is there for the next start")
+    assert line.endswith(f"the conversations in {park} are kept for the next start")
 
 
 def test_only_the_program_tells(environment, kvedge, tiny, write):

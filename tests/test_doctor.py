@@ -79,7 +79,7 @@ def test_sound_steps_and_their_facts():
 def test_a_hang_is_ended():
     """The start of a child does not count as a hang, because a busy machine is slow."""
     found = diagnose("hang", patience_s=3.0)
-    assert found.faults() == [f"hang of first: hangs: nothing for 3 s; {DO}"]
+    assert found.faults() == [f"hang of first: hangs: no output for 3 s; {DO}"]
     assert [o.name for o in found.outcomes if not o.fault] == ["second"]
 
 

@@ -231,7 +231,7 @@ def test_settings_that_cannot_be(tiny, native):
     for name, value in wrong:
         with pytest.raises(UsageError, match=name.split("_")[0]):
             pykvedge.Settings(**{name: value})
-    with loaded(files) as model, pytest.raises(UsageError, match=r"image_cache is a setting of pykvedge\.load"):
+    with loaded(files) as model, pytest.raises(UsageError, match=r"pass image_cache to pykvedge\.load"):
         Session(model, image_cache=0)
 
 
@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_used_is_told_of_once(tiny, kvedge, picture_file
     done = kvedge(*arguments, "--cache", tmp_path / "file", "What?")
     assert (done.code, done.out) == (0, expected.out) and (tmp_path / "file").read_text() == "mine"
     lines = [line for line in done.err.splitlines() if "cache folder" in line]
-    assert len(lines) == 1 and lines[0].startswith("kvedge: ") and "nothing is kept there" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("kvedge: ") and "nothing is cached" in lines[0]
     assert "cache folder" not in kvedge(*arguments, "--cache", tmp_path / "file", "--quiet", "What?").err
     object_ = kvedge(*arguments, "--cache", tmp_path / "file", "--json", "What?").json
     assert len(object_["notes"]) == 1 and object_["tokens"]["images_reused"] == 0

@@ -101,7 +101,7 @@ def test_limits_that_cannot_be(tiny, native, refused, picture_file):
             pykvedge.Settings(**wrong)
     steps = []
     for limits in ({"image_max_tokens": 8}, {"image_min_tokens": 8}):
-        with pytest.raises(UsageError, match=r"mmproj\.gguf: its images have a fixed size; --image-tokens has"):
+        with pytest.raises(UsageError, match=r"mmproj\.gguf: its images have a fixed size; use --image-tokens"):
             pykvedge.load(llava.model, llava.mmproj, progress=lambda *step: steps.append(step), **limits)
         with pytest.raises(UsageError, match="give the mmproj"):
             pykvedge.load(llama.model, progress=lambda *step: steps.append(step), **limits)
@@ -123,7 +123,7 @@ def test_encoders_that_slice_their_images_are_told_apart_from_those_of_one_size(
     header = read_header(tiny("qwen2vl").mmproj)
     sliced = Header(**{**vars(header), "values": {**header.values, "clip.projector_type": "internvl"}})
     assert token_limits(sliced) is None
-    with pytest.raises(UsageError, match="'internvl' takes no such limits; --image-tokens"):
+    with pytest.raises(UsageError, match="'internvl' takes no limits; use --image-tokens"):
         token_limits(sliced, 0, 100)
 
 
@@ -235,7 +235,7 @@ def test_fit_says_which_of_the_two(kvedge, tiny):
         assert work["better"] == ("image_max_tokens" if share >= 0.5 else "image_tokens")
     # patches attend to each other: the encoder's work grows quadratically, the prompt's nearly linearly
     assert large["encoder_share"] > 0.5 > small["encoder_share"]
-    assert "--image-max-tokens, saves more" in kvedge(*options, "1600x1600").out.splitlines()[-1]
+    assert "--image-max-tokens (before the encoder) saves more" in " ".join(kvedge(*options, "1600x1600").out.split())
     assert kvedge(*options, "56x56", "--image-tokens", "0.5", "--json").json["image_work"] == small
     assert kvedge("fit", tiny("llama").model, "--json").json["image_work"] is None
 
@@ -250,7 +250,7 @@ def test_a_large_image_of_two_directions_comes_with_the_first_message(tiny, nati
     monkeypatch.setattr(Vision, "non_causal", lambda self: True)
     with files.session() as session:
         session.ask("Hello.", sampling=FEW).read()
-        with pytest.raises(ContextError, match="an image of 529 tokens must come with the first message"):
+        with pytest.raises(ContextError, match="an image of 529 tokens is too large for a later message"):
             session.ask("And this?", picture)
         assert session.ask("And now?", sampling=FEW).read()
 
@@ -267,4 +267,4 @@ def test_serve_says_what_a_large_picture_takes(qwen, environment):
     for most, told in ((16384, True), (1024, False)):
         with serving(environment, *model, most) as server:
             _, _, said = server.end()
-        assert ("a picture takes up to" in said and "--image-max-tokens lowers that" in said) == told
+        assert ("a picture takes up to" in said and "--image-max-tokens takes less" in said) == told

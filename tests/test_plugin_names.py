@@ -20,7 +20,7 @@ from pykvedge.reference.checks import suite
 def test_names_are_taken_once(write):
     plugin_files.load_file(write(FIVE_LINES))
     plugin_files.load_file(write(FIVE_LINES))  # the same file again: its newest version
-    with pytest.raises(PluginError, match=r"other.py: my_method.py registered a scorer 'mine' already"):
+    with pytest.raises(PluginError, match=r"other.py: my_method.py has already registered a scorer 'mine'"):
         plugin_files.load_file(write(FIVE_LINES, "other.py"))
     plugin_files.load_file(write(FIVE_LINES.replace("mine", "yours"), "other.py"))
     assert {"mine", "yours"} <= set(pykvedge.methods())
@@ -130,7 +130,7 @@ def test_a_failed_check_is_exit_code_1(kvedge, write):
 def test_checks_of_built_in_names(kvedge):
     done = kvedge("methods", "--check", "random")
     assert done.code == 0 and "by design: scorer 'random' depends on the number of the head" in done.out
-    kvedge("methods", "--check", "sliding").failed(2, "decode policy")
+    kvedge("methods", "--check", "sliding").failed(2, "does not support decode policies")
     kvedge("methods", "--check", "lokm").failed(2, "did you mean 'lookm'")
     kvedge("methods", "--check").failed(2, "--check needs the name")
 

@@ -199,8 +199,8 @@ def test_ctrl_c_inside_a_stage_is_ctrl_c(native):
     ("return layer.k[..., 0] / 0 * 0", "gave NaN"),
     ("return layer.k[..., 0].T", "(KV heads, tokens)"),
     ("return layer.k[0, :, 0]", "must return an array [2, "),
-    ("return None", "not nothing (is there a return?)"),
-    ("pass", "not nothing"),
+    ("return None", "not None (a return statement may be missing)"),
+    ("pass", "not None (a return statement may be missing)"),
     ("return 'high'", "must return an array"),
     ("return layer.k[..., 0] + 1j", "not complex"),
     ("return layer.k[..., 0].astype(str)", "of numbers"),
@@ -238,7 +238,7 @@ REDUCERS = [
     ("(head.k, head.v)", "keys: must return an array [18, 32]"),
     ("(head.k[head.kept] * np.nan, head.v[head.kept])", "NaN or infinite keys"),
     ("(head.k[head.kept], head.v[head.kept] / 0)", "NaN or infinite values"),
-    ("None", "not nothing"),
+    ("None", "not None (a return statement may be missing)"),
 ]
 
 
@@ -277,15 +277,15 @@ def test_rows_that_the_storage_type_cannot_hold(native):
     ("", ["registers no"]),
     (HEAD + "pykvedge.preset('mine', scorer='nobody')\n", ["preset 'mine'", "unknown scorer 'nobody'"]),
     (HEAD + "pykvedge.preset('mine', scorrer='window')\n", ["preset 'mine'", "scorrer"]),
-    (HEAD + "pykvedge.preset('lookm', scorer='window')\n", ["built-in method 'lookm'"]),
-    (HEAD + "@pykvedge.scorer('knorm')\ndef f(l, s): pass\n", ["built-in scorer 'knorm'"]),
+    (HEAD + "pykvedge.preset('lookm', scorer='window')\n", ["the name 'lookm' belongs to a built-in method"]),
+    (HEAD + "@pykvedge.scorer('knorm')\ndef f(l, s): pass\n", ["the name 'knorm' belongs to a built-in scorer"]),
     (HEAD + "@pykvedge.scorer\ndef f(l, s): pass\n", ['write @pykvedge.scorer("name")', "my_method.py:3"]),
-    (HEAD + "@pykvedge.scorer('Mine')\ndef f(l, s): pass\n", ["a scorer's name is 1 to 40", "'Mine'"]),
-    (HEAD + "@pykvedge.scorer('mine two')\ndef f(l, s): pass\n", ["a scorer's name"]),
-    (HEAD + "@pykvedge.scorer('')\ndef f(l, s): pass\n", ["a scorer's name"]),
-    (HEAD + "@pykvedge.scorer(7)\ndef f(l, s): pass\n", ["a scorer's name"]),
-    (HEAD + "@pykvedge.scorer('x' * 10**6)\ndef f(l, s): pass\n", ["a scorer's name", "..."]),
-    (HEAD + "@pykvedge.scorer('mine\\n')\ndef f(l, s): pass\n", ["a scorer's name"]),
+    (HEAD + "@pykvedge.scorer('Mine')\ndef f(l, s): pass\n", ["the name of a scorer must have 1 to 40", "'Mine'"]),
+    (HEAD + "@pykvedge.scorer('mine two')\ndef f(l, s): pass\n", ["the name of a scorer"]),
+    (HEAD + "@pykvedge.scorer('')\ndef f(l, s): pass\n", ["the name of a scorer"]),
+    (HEAD + "@pykvedge.scorer(7)\ndef f(l, s): pass\n", ["the name of a scorer"]),
+    (HEAD + "@pykvedge.scorer('x' * 10**6)\ndef f(l, s): pass\n", ["the name of a scorer", "..."]),
+    (HEAD + "@pykvedge.scorer('mine\\n')\ndef f(l, s): pass\n", ["the name of a scorer"]),
     (HEAD + "@pykvedge.scorer('mine', queries=-1)\ndef f(l, s): pass\n", ["queries of scorer 'mine'"]),
     (HEAD + "@pykvedge.scorer('mine', recent=0.5)\ndef f(l, s): pass\n", ["recent of scorer 'mine'"]),
     (HEAD + "@pykvedge.scorer('mine', params=['window'])\ndef f(l, s): pass\n", ["params of scorer 'mine'"]),
@@ -301,7 +301,7 @@ def test_files_that_cannot_be_used(write, code, words):
 
 @pytest.mark.parametrize(("code", "says"), [
     ("def mine(:\n", "SyntaxError"), ("raise SystemExit", "SystemExit"), ("", "registers no"),
-    ("import pykvedge\n@pykvedge.scorer('x' * 10**6)\ndef f(l, s): pass\n", "a scorer's name"),
+    ("import pykvedge\n@pykvedge.scorer('x' * 10**6)\ndef f(l, s): pass\n", "the name of a scorer"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(kvedge, write, code, says):
     done = kvedge("methods", "--plugin", write(code))
@@ -311,7 +311,7 @@ def test_a_file_that_cannot_be_used_is_one_line(kvedge, write, code, says):
 
 def test_files_that_are_not_there(kvedge, tmp_path, write, tiny):
     kvedge("chat", "--plugin", "nowhere.py", "Hello").failed(1, "plugin nowhere.py does not exist")
-    kvedge("methods", "--plugin", tmp_path).failed(1, "it is a folder, not a file")
+    kvedge("methods", "--plugin", tmp_path).failed(1, "the path is a folder, not a file")
     kvedge("methods", "--plugin", write("x", "plugin.txt")).failed(1, "neither a Python file")
     (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
     kvedge("methods", "--plugin", tmp_path / "bytes.py").failed(1, "bytes.py")

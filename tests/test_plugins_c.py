@@ -142,7 +142,8 @@ def test_a_stage_in_c_is_one_line_on_the_command_line(kvedge, library, tiny):
 
 
 @pytest.mark.parametrize(("code", "says"), [
-    ("int kvedge_plugin(void);\nint kvedge_plugin(void) { return 0; }\n", "exports no kvedge_plugin_v1"),
+    ("int kvedge_plugin(void);\nint kvedge_plugin(void) { return 0; }\n",
+     "does not export the function kvedge_plugin_v1"),
     ("void * kvedge_plugin_v1(void);\nvoid * kvedge_plugin_v1(void) { return 0; }\n", "another kvedge.h"),
     ('#include "kvedge.h"\nstatic kvedge_plugin p = { .struct_size = 8 };\nkvedge_plugin * kvedge_plugin_v1(void);\n'
      "kvedge_plugin * kvedge_plugin_v1(void) { return &p; }\n", "another kvedge.h"),

@@ -72,9 +72,9 @@ class CacheFolder:
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:  # a symbolic link, which kvedge never makes
-                self._drop(file, "a link")
+                self._drop(file, "a symbolic link")
             else:
-                self._note("read", f"an entry cannot be read: {_reason(error)}; what it held is computed again")
+                self._note("read", f"an entry cannot be read: {_reason(error)}; kvedge computes its data again")
             return None
         try:
             with os.fdopen(handle, "rb", buffering=0) as stream:
@@ -102,13 +102,13 @@ class CacheFolder:
                 _rename(part, file)
                 self.make_room()
             else:
-                most = f"{readable(self.limit_bytes)}, the most that the folder may take"
-                self._note("large", f"an entry alone is larger than {most}; what is so large is not kept")
+                most = f"the limit of {readable(self.limit_bytes)} for the folder"
+                self._note("large", f"an entry was not saved, because it is larger than {most}")
         except FileNotFoundError:
             # the folder was removed, or another host removed the file as abandoned
-            self._note("gone", "what was written there is gone; it is not kept")
+            self._note("gone", "an entry was not saved, because its file was removed while kvedge wrote it")
         except OSError as error:
-            self._note("write", f"{_reason(error)}; what is new is not kept")
+            self._note("write", f"new entries cannot be saved: {_reason(error)}")
         finally:
             with suppress(OSError):
                 part.unlink()
@@ -172,10 +172,10 @@ class CacheFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.make_room()
         except FileExistsError:
-            self._note("prepare", "it is no folder; nothing is kept there")
+            self._note("prepare", "the path is not a folder, so nothing is cached; name a folder")
             return False
         except (OSError, ValueError) as error:
-            self._note("prepare", f"{_reason(error)}; nothing is kept there")
+            self._note("prepare", f"the folder cannot be used, so nothing is cached: {_reason(error)}")
             return False
         return True
 
@@ -210,7 +210,7 @@ class CacheFolder:
     def _drop(self, file: Path, what: str) -> None:
         with suppress(OSError):
             file.unlink()
-        self._note("damaged", f"an entry is {what} and was removed; what it held is computed again")
+        self._note("damaged", f"an entry is {what} and was removed; kvedge computes its data again")
 
     def _note(self, kind: str, what: str) -> None:
         with self._lock:
@@ -235,12 +235,12 @@ def _read(stream: Any, name: bytes, limit: int) -> memoryview | None:
         raise ValueError("damaged")
     _, version, name_bytes, size, checksum, _ = _HEAD.unpack_from(data)
     if version != _VERSION:
-        raise ValueError("of another version of kvedge")
+        raise ValueError("from another version of kvedge")
     # checks the sizes before it allocates memory
     if data != _head(name, size, checksum) + name or name_bytes != len(name) or facts.st_size != before + size:
         raise ValueError("damaged")
     if facts.st_size > limit:
-        raise ValueError("larger than the folder may be")
+        raise ValueError("larger than the limit of the folder")
     payload = memoryview(bytearray(size))
     got = 0
     while got < size and (n := stream.readinto(payload[got:])):

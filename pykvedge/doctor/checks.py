@@ -199,14 +199,14 @@ def _answer(plan: Plan, at: At, settings: dict[str, Any]) -> Report:
     folder = Path(pykvedge.__file__).parent / "data"
     files = (folder / "demo-model.gguf", folder / "demo-mmproj.gguf")
     if not all(file.is_file() for file in files):
-        raise UnsoundError(f"{folder} holds no demo model")
+        raise UnsoundError(f"the folder {folder} has no demo model; reinstall kvedge")
     at("loading")
     with pykvedge.Session(*files, plan, **settings) as session:
         at("answering")
         given = session.ask(QUESTION, [folder / PICTURE], Sampling(max_tokens=120))
         answer = given.read().strip()
     if answer != EXPECTED:
-        raise UnsoundError(f"answers '{answer}' instead of '{EXPECTED}'")
+        raise UnsoundError(f"the answer is '{answer}' instead of '{EXPECTED}'")
     return given.report
 
 
@@ -238,7 +238,7 @@ def _check(kind: Any, memory: int, stacks: list[int], at: At) -> dict[str, Any]:
             error = max(_error(got[experts == i], rows[experts == i], matrix) for i, matrix in enumerate(matrices))
             most = TOLERANCES.get(kind.name, TOLERANCE)
             if not error <= most:
-                raise UnsoundError(f"wrong: {what} off by {error:.2g} where {most:g} is allowed")
+                raise UnsoundError(f"wrong: {what} differs by {error:.2g}, more than the allowed {most:g}")
             worst = max(worst, error)
     return {"error": round(worst, 6)}
 

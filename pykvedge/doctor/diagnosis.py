@@ -159,7 +159,7 @@ def _live(
             code = child.wait(PATIENCE_S)
             death = f"ended by {how_it_ended(code) or f'exit code {code}'}{_last_words(errors)}"
         except (queue.Empty, subprocess.TimeoutExpired):
-            death = f"hangs: nothing for {wait_s:g} s"
+            death = f"hangs: no output for {wait_s:g} s"
         finally:
             child.kill()
             child.wait()
@@ -227,7 +227,7 @@ def remedy(group: str, part: str) -> str:
     if group == "packages":  # the fault names the remedy
         return ""
     if group == "devices":
-        return "do without it (--device none), or try another version of its driver"
+        return "omit this device (--device none), or try another version of its driver"
     options = {"AMX": "KVEDGE_AMX=OFF", "CPU_REPACK": "GGML_CPU_REPACK=OFF", "CPU": "GGML_NATIVE=OFF"}
     option = options.get(part, "") if group == "products" else ""
     if (Path(pykvedge.__file__).resolve().parent.parent / "scripts" / "dev.py").is_file():

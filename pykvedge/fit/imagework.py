@@ -43,10 +43,14 @@ class ImageWork:
         """Returns a line for a person: the operations, and the better setting."""
         costs = f"An image costs the encoder {_readable(self.encoder)}, the prompt {_readable(self.prompt)}"
         if self.better == "image_max_tokens":
-            return f"{costs}: a cap before the encoder, --image-max-tokens, saves more than --image-tokens after it"
+            return (
+                f"{costs}: --image-max-tokens (before the encoder) saves more than --image-tokens (after the encoder)"
+            )
         if self.capped:
-            return f"{costs}: --image-tokens after the encoder, which sees the whole image, saves most of it"
-        return f"{costs}: every image has one size, --image-tokens after the encoder makes fewer tokens of it"
+            return f"{costs}: --image-tokens, after the encoder has read the whole image, saves most of this work"
+        return (
+            f"{costs}: this encoder has a fixed image size, so only --image-tokens (after the encoder) reduces tokens"
+        )
 
 
 def image_work(mmproj: Header, model: Header, grid: ImageGrid, prompt_tokens: int) -> ImageWork:

@@ -117,10 +117,11 @@ def _projected(plan: Plan, projection: Any, arrays: Arrays) -> np.ndarray | None
     n_layers, n_heads, _, size = arrays.q.shape
     if projection is None:
         if plan.projects:
-            who = f"critical {plan.critical}" if plan.critical != "none" else f"scorer '{plan.scorer}' as it is set"
+            who = (
+                f"critical {plan.critical}" if plan.critical != "none" else f"scorer '{plan.scorer}' with its settings"
+            )
             raise ArrayError(
-                f"{who} weighs values by the output projection of their layer: give projection, "
-                f"[{n_layers}, {n_heads}, {size}, D]"
+                f"{who} needs the output projection of each layer: give projection, [{n_layers}, {n_heads}, {size}, D]"
             )
         return None
     out = _floats(projection, "projection")
@@ -135,7 +136,7 @@ def _check_replay(replay: Any, arrays: Arrays, stream: int) -> None:
     if not isinstance(replay, Replay):
         raise ArrayError(f"replay must be a pykvedge.Replay, not {type(replay).__name__}")
     if stream:
-        raise ArrayError("a stream is never complete, so there is no second pass over it; leave replay away")
+        raise ArrayError("replay does not work with stream, because a stream has no second pass; omit replay")
     replay.check(arrays.q, arrays.k)
 
 
@@ -144,7 +145,7 @@ def _check_stream(plan: Plan, kv_type: KvType) -> None:
 
     check_stream(plan)
     if kv_type.quantised:
-        raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
+        raise ArrayError(f"stream does not work with kv_type {kv_type}, which would round rows at every step; use f16")
 
 
 def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:
@@ -162,11 +163,11 @@ def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:
     if k.shape[3] % 8:
         raise ArrayError(f"the head size must be a multiple of 8, not {k.shape[3]}")
     if kv_type.quantised and k.shape[3] % GROUP:
-        raise ArrayError(f"kv_type {kv_type} takes head sizes that are multiples of {GROUP}, not {k.shape[3]}")
+        raise ArrayError(f"kv_type {kv_type} needs a head size that is a multiple of {GROUP}, not {k.shape[3]}")
     kv_type.blocks(k.shape[3])
     for x, name, held in ((k, "k", kv_type.plain.k), (v, "v", kv_type.plain.v)):
         if np.abs(x).max() > _LARGEST[held]:
-            raise ArrayError(f"{name} holds values that {held} cannot; use kv_type bf16 or f32")
+            raise ArrayError(f"{name} has values that {held} cannot represent; use kv_type bf16 or f32")
     n_tokens = k.shape[2]
     mask = np.zeros(n_tokens, dtype=bool) if image_mask is None else np.asarray(image_mask)
     if mask.shape != (n_tokens,) or mask.dtype != bool:
@@ -180,7 +181,7 @@ def _floats(x: Any, name: str) -> np.ndarray:
     try:
         x = np.asarray(x)
     except ValueError as error:
-        raise ArrayError(f"{name} is no array: {error}") from None
+        raise ArrayError(f"{name} is not an array: {error}") from None
     if x.ndim != 4 or 0 in x.shape:
         raise ArrayError(f"{name} must have four dimensions, [layers, heads, tokens, head size], not {list(x.shape)}")
     if x.dtype.kind != "f":

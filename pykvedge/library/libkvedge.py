@@ -65,7 +65,7 @@ class Cache:
         stored (kvedge_devices).
         """
         self._later_floor = later_floor
-        self.guard = Guard("cache", over="the cache was detached; attach again")
+        self.guard = Guard("cache", over="the cache was detached from the model; attach kvedge again")
         options = options_of(KvType.parse(kv_type))
         options.auto_compress, options.devices = auto_compress, devices
         self._handle = c.c_void_p()
@@ -224,7 +224,7 @@ class Cache:
     def cells(self, sequence: int = 0) -> int:
         """Returns the sequence's tokens that occupy cells of llama.cpp's cache, which has n_ctx cells."""
         if (n := lib().kvedge_cells(self.handle, sequence)) < 0:
-            raise errors.StateError("another thread decodes with this cache; wait until it is done")
+            raise errors.StateError("another thread decodes with this cache; wait until that thread ends its call")
         return n
 
     @one_thread
@@ -305,7 +305,9 @@ class Cache:
         """
         n_heads = lib().kvedge_query_heads(self.handle, layer)
         if not 0 <= query_head < n_heads:
-            raise errors.UsageError(f"there is no query head {query_head} in stored layer {layer}")
+            raise errors.UsageError(
+                f"stored layer {layer} has no query head {query_head}, only heads 0 to {n_heads - 1}"
+            )
         lengths = self.lengths(sequence)[layer] or [0]
         out = np.empty(lengths[query_head // (n_heads // len(lengths))], dtype=np.float32)
         where = out.ctypes.data_as(c.POINTER(c.c_float))
@@ -320,7 +322,9 @@ class Cache:
         heads = [lib().kvedge_query_heads(live, i) for i in layers]
         n = lib().kvedge_head_length(live, sequence, 0, 0)
         if any(length != n for lengths in self.lengths(sequence) for length in lengths):
-            raise errors.StateError("heads hold different numbers of rows; ask for the attention of one at a time")
+            raise errors.StateError(
+                "attention_of_all needs KV heads with equal numbers of KV pairs; call attention for each head"
+            )
         out = np.zeros((len(heads), max(heads), n), dtype=np.float32)
         for i in layers:
             for h in range(heads[i]):

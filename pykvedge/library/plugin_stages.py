@@ -92,7 +92,10 @@ def _score(member: base.Scorer, settings: base.Settings, given: ScoreInput, out:
 def _allocate(member: base.Allocator, settings: base.Settings, given: AllocateInput, out: Any) -> None:
     heads = given.n_heads_kv[: given.n_layers]
     if len(set(heads)) != 1:
-        raise PluginError(f"allocator '{member.name}' cannot be used: the layers of this model differ in KV heads")
+        raise PluginError(
+            f"allocator '{member.name}' cannot be used, because the layers of this model differ in "
+            f"their number of KV heads"
+        )
     shape = (given.n_layers, heads[0])
     scores = _copy(given.scores, (*shape, given.n_tokens)).astype(np.float64)
     mask = _copy(given.image_mask, (given.n_tokens,)).astype(bool)

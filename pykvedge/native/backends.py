@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 GROUP = "kvedge.backends"
 PIN_FILE = "llama-pin.txt"  # the build writes this file beside the libraries (cmake/LlamaSource.cmake)
 _DRIVERS = {
-    "CUDA": "no NVIDIA GPU that its driver lets CUDA use",
-    "Vulkan": "no GPU with a Vulkan driver; Debian and Ubuntu have drivers in mesa-vulkan-drivers",
+    "CUDA": "no NVIDIA GPU is available to CUDA; check NVIDIA's driver",
+    "Vulkan": "no GPU with a Vulkan driver is available; on Debian and Ubuntu install mesa-vulkan-drivers",
 }
 _LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
 _found: list[Package] = []
@@ -76,13 +76,16 @@ def _look(point: EntryPoint, used: str, place: Path, library: Callable[[str], c.
         package = point.load()
         module, pin = Path(package.__file__).parent / package.MODULE, str(package.PIN)
     except Exception as error:  # foreign code may raise anything
-        return Package(name, point.name, problem=f"it cannot be imported ({error}); {again}", broken=True)
+        return Package(name, point.name, problem=f"the package cannot be imported ({error}); {again}", broken=True)
     tell = functools.partial(Package, name, point.name, str(module))
     if pin != (ours := _pin(place)):
-        why = f"it is built for llama.cpp {pin}, this kvedge needs {ours}; install {name} and kvedge of one version"
+        why = (
+            f"the package is built for llama.cpp {pin}, but this kvedge needs {ours}; install {name} and kvedge of "
+            f"one version"
+        )
         return tell(why, True)
     if used:
-        return tell(f"{used} has the same devices and is used; pip uninstall one of the two")
+        return tell(f"{used} has the same devices and is used; uninstall one of the two packages with pip")
     try:
         libcheck.check_machine(module, again)
         c.CDLL(str(module))  # raises the loader's message, which ggml would only log
@@ -97,7 +100,7 @@ def _pin(place: Path) -> str:
     try:
         return (place / PIN_FILE).read_text(encoding="utf-8").strip()
     except OSError:
-        return "of its own build, which does not say from what it was built"
+        return "of an unknown version"
 
 
 def _registered(module: Path, backend: str, library: Callable[[str], c.CDLL]) -> str:
@@ -115,7 +118,7 @@ def _registered(module: Path, backend: str, library: Callable[[str], c.CDLL]) ->
     if registry and count(registry):
         return ""
     said = " ".join("".join(lines).split()).partition("load_backend: ")[0].strip()
-    return _DRIVERS.get(backend, "it finds no device") + (f" ({said})" if said else "")
+    return _DRIVERS.get(backend, "the package finds no device") + (f" ({said})" if said else "")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def lib() -> c.CDLL:
         try:
             function = getattr(handle, f"kvedge_{name}")
         except AttributeError:
-            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
+            raise errors.LibraryError(f"libkvedge has no function kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
         function.restype, function.argtypes = result, arguments
     return handle
 

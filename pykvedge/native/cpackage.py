@@ -46,7 +46,7 @@ def _folder() -> Path:
     for place in in_package("lib"):
         if (place / "pkgconfig" / "kvedge.pc").is_file():
             return place.resolve()
-    raise LibraryError("kvedge.pc is missing, so this kvedge was not installed whole; reinstall kvedge")
+    raise LibraryError("kvedge.pc is missing, so this installation of kvedge is incomplete; reinstall kvedge")
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ class _LastWords:
     """State of the process: signal handlers are per process too."""
 
     armed = False
-    left = "what was not saved is lost"
+    left = "everything that was not saved is lost"
 
 
 def arm() -> None:
@@ -62,7 +62,7 @@ def _explain(message: str) -> None:
     if _HUNG_UP in what:
         what = ggml.why_hung_up()
     if _HANDSHAKE in what:
-        what += ": the server there is of another version; run this version's kvedge rpc-server"
+        what += ": the RPC server has another version; run kvedge rpc-server of this version"
     os.write(2, f"{_begin('llama.cpp had to stop')}{what}; {_LastWords.left}\n".encode())
     os._exit(CODE)
 

@@ -159,7 +159,7 @@ def _rpc(name: str, prototype: Any) -> Any:
     registry = call("backend_reg_by_name", b"RPC")
     address = call("backend_reg_get_proc_address", registry, f"ggml_backend_rpc_{name}".encode()) if registry else None
     if not address:
-        raise LibraryError(f"this build of ggml knows no RPC servers; {libraries.HOW_TO_BUILD}")
+        raise LibraryError(f"this build of ggml does not support RPC servers; {libraries.HOW_TO_BUILD}")
     return prototype(address)
 
 
@@ -220,10 +220,10 @@ def why_hung_up() -> str:
         except TimeoutError:  # the server is busy with other clients
             continue
         except OSError:
-            return f"the RPC server at {endpoint} is gone"
+            return f"the RPC server at {endpoint} closed the connection; start the server again"
     return (
-        f"the RPC server at {' or '.join(_servers)} hung up, as it does with too little memory for what it was sent; "
-        "its own messages say why"
+        f"the RPC server at {' or '.join(_servers)} closed the connection, perhaps because it lacks memory; read the "
+        "messages of the server"
     )
 
 

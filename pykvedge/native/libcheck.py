@@ -68,7 +68,7 @@ def check_cpu(folder: Path) -> None:
     if missing:
         names = ", ".join(missing)
         raise LibraryError(
-            f"the libraries in {folder} are built for a processor with {names}, which this one lacks; {REBUILD}"
+            f"the libraries in {folder} are built for a processor with {names}, which this processor lacks; {REBUILD}"
         )
 
 
@@ -82,11 +82,11 @@ def check_machine(library: Path, remedy: str = REBUILD) -> None:
     except OSError as error:
         raise LibraryError(f"{library} cannot be read: {error.strerror}; {remedy}") from None
     if len(head) < 20 or head[:4] != b"\x7fELF":
-        raise LibraryError(f"{library} is no shared library of this system (no ELF file); {remedy}")
+        raise LibraryError(f"{library} is not a shared library of this system (not an ELF file); {remedy}")
     (machine,) = struct.unpack_from(">H" if head[5] == 2 else "<H", head, 18)
     name = _MACHINES.get(machine, f"machine {machine}")
     if machine in _MACHINES and name != this_machine() and this_machine() in _MACHINES.values():
-        raise LibraryError(f"{library} is built for {name}, this machine is {this_machine()}; {remedy}")
+        raise LibraryError(f"{library} is built for {name}, but this machine is {this_machine()}; {remedy}")
 
 
 def lacks_driver(message: str) -> bool:
@@ -98,17 +98,17 @@ def explain(library: Path, message: str, remedy: str = REBUILD) -> LibraryError:
     """Returns an error with the loader's message in one line, and what to do."""
     text = " ".join(message.split())
     if "failed to map segment" in text:
-        where = f"{library.parent} is on a file system from which no program may run (noexec)"
+        where = f"{library.parent} is on a file system that does not allow programs (noexec)"
         return LibraryError(f"{library.name} cannot be loaded: {where}; install kvedge elsewhere")
     if found := re.search(r"version [`'](\w+?)_([\w.]+)' not found", text):
         what = _NEWER.get(found[1], f"a newer {found[1]}")
         glibc = platform.libc_ver()[1] if found[1] == "GLIBC" else ""
-        has = f"than this system has{f' ({glibc})' if glibc else ''}"
-        return LibraryError(f"{library.name} needs {what}, {found[2]} or later, {has}; {remedy}")
+        has = f"than this system{f' ({glibc})' if glibc else ''}"
+        return LibraryError(f"{library.name} needs {what} {has}, version {found[2]} or later; {remedy}")
     if found := re.search(r"(\S+): cannot open shared object file: No such file", text):
         missing = Path(found[1]).name
         how = next((how for prefix, how in _PACKAGES.items() if missing.startswith(prefix)), None)
-        return LibraryError(f"{missing} is missing, which {library.name} needs: {how or remedy}")
+        return LibraryError(f"{library.name} needs {missing}, which is missing: {how or remedy}")
     return LibraryError(f"{library} cannot be loaded: {text}; {remedy}")
 
 
@@ -117,11 +117,11 @@ def check_version(libkvedge: ctypes.CDLL, abi_version: int) -> None:
     libkvedge.kvedge_version.restype = ctypes.c_char_p
     path, found = libkvedge._name, libkvedge.kvedge_abi_version()
     if found != abi_version:
-        raise LibraryError(f"{path} has ABI version {found}, this package needs {abi_version}; {REINSTALL}")
+        raise LibraryError(f"{path} has ABI version {found}, but this package needs {abi_version}; {REINSTALL}")
     version, package = libkvedge.kvedge_version().decode(), package_version()
     # CMake only knows the numbers of a version; sources without installation have no version
     if package != NOT_INSTALLED and _numbers(version) != _numbers(package):
-        raise LibraryError(f"{path} is of kvedge {version}, but the Python package is {package}; {REINSTALL}")
+        raise LibraryError(f"{path} has version {version}, but the Python package has version {package}; {REINSTALL}")
 
 
 def _numbers(version: str) -> str:

@@ -49,7 +49,7 @@ def require_dir() -> Path:
     place = library_dir()
     if place is None:
         where = os.environ.get("KVEDGE_LIB_DIR")
-        found = f"KVEDGE_LIB_DIR={where} holds no {file_name('llama')}" if where else "kvedge's libraries are missing"
+        found = f"KVEDGE_LIB_DIR={where} has no {file_name('llama')}" if where else "kvedge's libraries are missing"
         raise LibraryError(f"{found}; {HOW_TO_BUILD}")
     return place
 
@@ -95,7 +95,7 @@ def _kvedge() -> ctypes.CDLL:
         libcheck.check_version(libkvedge, ABI_VERSION)
         libkvedge.kvedge_load_backends.restype = ctypes.c_int
     except AttributeError as lacking:
-        raise LibraryError(f"libkvedge is of another version ({lacking}); {HOW_TO_BUILD}") from None
+        raise LibraryError(f"libkvedge has another version ({lacking}); {HOW_TO_BUILD}") from None
     return libkvedge
 
 
@@ -151,8 +151,8 @@ def _refuse_others(place: Path) -> None:
         wanted = os.environ.get(variable)
         if wanted is not None and Path(wanted).resolve() != place:
             raise LibraryError(
-                f"{variable} is {wanted}, but kvedge needs its own libraries, in {place}: unset {variable} "
-                "(KVEDGE_LIB_DIR chooses other libraries of kvedge's)"
+                f"{variable} is {wanted}, but kvedge needs its own libraries in {place}: unset {variable} "
+                "(to use another build of kvedge, set KVEDGE_LIB_DIR)"
             )
     module = sys.modules.get("llama_cpp")
     if module is not None:

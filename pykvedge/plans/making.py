@@ -25,7 +25,7 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     chosen = preset(method)
     given = settings.pop("params", {})
     if not isinstance(given, Mapping):
-        raise UsageError(f"params holds settings of stage members by their full name, not {given!r:.40}")
+        raise UsageError(f"params must map full names of settings, such as scorer.window, to values, not {given!r:.40}")
     preset_values = {k: v for k, v in chosen.values.items() if k != "params"}
     values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
     if budget is not None:
@@ -75,17 +75,17 @@ def _checked(made: Plan, settings: Mapping[str, Any]) -> Plan:
     """Raises BudgetError or UsageError for a setting without an effect. settings: what the caller asked for."""
     if made.method == "full" and made.budget.ratio != 1.0:
         raise BudgetError(
-            f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
+            f"method 'full' keeps all KV pairs, so a budget of {made.budget} has no meaning; "
             "choose another method, for example lookm"
         )
     of_images = ("pruner", "image_tokens")
     idle = [key for key in settings if key.partition(".")[0] not in of_images]
     if made.method == "full" and idle:
-        raise UsageError(f"method 'full' keeps everything, so {idle[0]} has no meaning; choose another method")
+        raise UsageError(f"method 'full' keeps all KV pairs, so {idle[0]} has no meaning; choose another method")
     if settings.get("pruner", "none") != "none" and "image_tokens" not in settings and made.image_tokens.ratio == 1.0:
-        raise UsageError("a pruner chooses which tokens of an image are read; say how many by image_tokens")
+        raise UsageError("a pruner needs the number of tokens to read of an image; set image_tokens")
     if settings.get("critical_half", "budget") != "budget" and made.critical == "none":
-        raise UsageError("critical_half says where the rule critical begins; say by which norm it chooses: l1 or l2")
+        raise UsageError("critical_half needs critical; set critical to l1 or l2")
     return made
 
 
@@ -99,7 +99,7 @@ def checked_plan(given: Plan | None) -> Plan:
     if given is None:
         return default_plan()
     if not isinstance(given, Plan):
-        raise UsageError(f"the plan must be one that pykvedge.plan makes, not {given!r:.40}")
+        raise UsageError(f"the plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {given!r:.40}")
     return given
 
 
@@ -117,6 +117,6 @@ def check_protection(plan: Plan, n_tokens: int) -> None:
     kept = plan.count(n_tokens)
     if recent + sinks > kept and kept < n_tokens:
         raise BudgetError(
-            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
-            "ones; raise --budget, or lower --recent and --sinks"
+            f"a budget of {plan.budget} keeps {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
+            f"tokens; raise --budget, or lower --recent and --sinks"
         )

@@ -53,14 +53,14 @@ class Plan:
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} must be a name, not {getattr(self, name)!r:.40}")
         if not isinstance(self.params, Mapping) or not all(isinstance(key, str) for key in self.params):
-            raise UsageError(f"params must be settings by their names, not {self.params!r:.40}")
+            raise UsageError(f"params must map names of settings to values, not {self.params!r:.40}")
         _set(self, "reducer", ALIASES.get(self.reducer, self.reducer))
         for stage in STAGES:
             member(stage, getattr(self, stage))
         _set(self, "budget", Budget.parse(self.budget, "budget"))
         _set(self, "image_tokens", ImageTokens.parse(self.image_tokens, "image_tokens"))
         if self.pruner == "none" and self.image_tokens.ratio != 1.0:
-            raise UsageError(f"image_tokens {self.image_tokens} needs a pruner that chooses them, for example residual")
+            raise UsageError(f"image_tokens {self.image_tokens} needs a pruner, for example residual")
         _set(self, "recent", _recent(self.recent))
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or not 0 <= self.sinks <= LARGEST_COUNT:
             raise UsageError(f"sinks must be a whole number of tokens, 0 or more, not {self.sinks!r}")
@@ -179,17 +179,17 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Reads a plan from JSON. Raises UsageError if the text is no plan, or a plan of another version."""
         if not isinstance(text, str):
-            raise UsageError(f"a plan is read from text, not from {text!r:.40}")
+            raise UsageError(f"a plan must be read from text, not from {text!r:.40}")
         try:
             data = json.loads(text)
         except ValueError as error:
             raise UsageError(f"not a plan: {error}") from None
         except RecursionError:
-            raise UsageError("not a plan: it is nested too deeply") from None
+            raise UsageError("not a plan: the JSON is nested too deeply") from None
         if not isinstance(data, dict) or "kvedge_plan" not in data:
             raise UsageError('not a plan: a JSON object with "kvedge_plan": 1 was expected')
         if data.pop("kvedge_plan") != JSON_VERSION:
-            raise UsageError(f"this plan has another version than {JSON_VERSION}; update kvedge to read it")
+            raise UsageError(f"this plan does not have version {JSON_VERSION}; update kvedge to read the plan")
         known = {f.name for f in fields(cls)}
         for name in data:
             if name not in known:
@@ -207,9 +207,9 @@ class Plan:
         known = {f.name for f in fields(self)}
         for name in changes:
             if name not in known:
-                raise unknown("plan field", name, known, ["settings of stages are in params"] if "." in name else [])
+                raise unknown("plan field", name, known, ["put settings of stages into params"] if "." in name else [])
         if changes.get("method", self.method) != self.method:
-            raise UsageError("with_ changes settings of a method; pykvedge.plan makes the plan of another method")
+            raise UsageError("with_ cannot change the method; use pykvedge.plan to make a plan of another method")
         if "budget" in changes and "params" not in changes:
             budget = Budget.parse(changes["budget"], "budget")
             members = {stage: getattr(self, stage) for stage in STAGES}
@@ -229,7 +229,7 @@ def _amount_from_json(name: str, data: dict[str, Any]) -> Amount:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UsageError(f"{name}.{unit} in a plan must be a number, not {json.dumps(value)}")
     if unit == "ratio" and abs(value) > sys.float_info.max:
-        raise UsageError(f"{name}.ratio in a plan is too large for a number")
+        raise UsageError(f"{name}.ratio in a plan is too large")
     return Amount.parse(float(value) if unit == "ratio" else value, name)
 
 
@@ -248,7 +248,9 @@ def _check_params(plan: Plan) -> dict[str, Any]:
     for key in plan.params:
         stage, _, name = key.partition(".")
         if key not in known and stage in STAGES and not member(stage, getattr(plan, stage)).params:
-            raise UnknownNameError(f"{stage} '{getattr(plan, stage)}' has no setting '{name}', nor any other")
+            raise UnknownNameError(
+                f"{stage} '{getattr(plan, stage)}' has no setting '{name}'; this {stage} has no settings"
+            )
         if key not in known:
             raise unknown("setting", key, known)
     return {key: known[key].check(value, key) for key, value in plan.params.items()}
@@ -261,12 +263,12 @@ def _check_protection(plan: Plan) -> None:
     if budget.pairs is not None and least + plan.sinks > budget.pairs:
         raise BudgetError(
             f"a budget of {budget.pairs} KV pairs is smaller than the protected tokens "
-            f"({least} recent, {plan.sinks} sinks); raise the budget or protect fewer"
+            f"({least} recent, {plan.sinks} sinks); raise the budget, or protect fewer tokens"
         )
     if budget.ratio is not None and recent.ratio is not None and recent.ratio > budget.ratio:
         raise BudgetError(
             f"a budget of {budget} of the prompt is smaller than the protected share of recent tokens, {recent}; "
-            "raise the budget or protect fewer"
+            "raise the budget, or protect fewer tokens"
         )
 
 

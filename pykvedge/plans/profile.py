@@ -59,25 +59,25 @@ class Profile:
     def __post_init__(self) -> None:
         """Raises ProfileError if the numbers are no valid profile."""
         if self.kind not in KINDS:
-            raise ProfileError(f"a profile is one of {', '.join(KINDS)}, not {self.kind!r}")
+            raise ProfileError(f"the kind of a profile must be one of {', '.join(KINDS)}, not {self.kind!r}")
         values = np.asarray(self.values, dtype=np.float64)
         if values.ndim != 2 or 0 in values.shape:
-            raise ProfileError("a profile holds one row of numbers for every layer")
+            raise ProfileError("a profile must have one row of numbers for each layer")
         if not np.isfinite(values).all() or values.min() < 0 or values.max() > np.finfo(np.float32).max:
-            raise ProfileError("a profile holds numbers that are finite and not negative")
+            raise ProfileError("the numbers of a profile must be finite and not negative")
         if self.kind == "prefix":
             low = (0.0, *self.budgets)
             rising = all(a < b <= 1 for a, b in zip(low, self.budgets, strict=False))
             if len(self.budgets) != values.shape[1] or not rising or values.max() > 1:
-                raise ProfileError("a prefix profile holds shares up to 1, for budgets up to 1 in ascending order")
+                raise ProfileError("a prefix profile must have shares up to 1, for budgets up to 1 in ascending order")
         elif self.kind == "key-redundancy":
             if self.budgets or values.max() > 1:
-                raise ProfileError("a key-redundancy profile holds numbers up to 1, and no budgets")
+                raise ProfileError("a key-redundancy profile must have numbers up to 1, and no budgets")
         elif self.kind == "head-budgets":
             if self.budgets or abs(values.sum() - 1) > ROUNDED:
-                raise ProfileError("a head-budgets profile holds shares that add up to 1, and no budgets")
+                raise ProfileError("a head-budgets profile must have shares that add up to 1, and no budgets")
         elif self.budgets or not values.any():
-            raise ProfileError("a profile of heads holds scores, some of them above 0, and no budgets")
+            raise ProfileError("a profile of heads must have a score above 0, and no budgets")
         object.__setattr__(self, "values", values)
 
     @property
@@ -105,16 +105,16 @@ class Profile:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError):
-            raise ProfileError("not a profile: no JSON") from None
+            raise ProfileError("not a profile: the file is not JSON") from None
         if not isinstance(data, dict) or "kvedge_profile" not in data:
             raise ProfileError('not a profile: a JSON object with "kvedge_profile" was expected')
         if data["kvedge_profile"] != JSON_VERSION:
-            raise ProfileError(f"a profile of another version than {JSON_VERSION}; update kvedge, or calibrate again")
+            raise ProfileError(f"the profile does not have version {JSON_VERSION}; update kvedge, or calibrate again")
         model, made, samples = data.get("model"), data.get("made", {}), data.get("samples")
         if not isinstance(model, dict) or not isinstance(model.get("hash"), str) or not model["hash"]:
-            raise ProfileError("a profile that does not name its model; calibrate again")
+            raise ProfileError("the profile does not name its model; calibrate again")
         if not isinstance(made, dict) or isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise ProfileError("a profile that does not say how it was made; calibrate again")
+            raise ProfileError("the profile has no valid fields 'made' and 'samples'; calibrate again")
         about = {"model": {k: v for k, v in model.items() if k != "hash"}, "made": made}
         values, budgets = _rows(data.get("values")), _numbers(data.get("budgets", []))
         return cls(str(data.get("kind")), values, tuple(budgets), model["hash"], samples, about)
@@ -126,17 +126,17 @@ Given = OneGiven | Sequence[OneGiven] | None  # none, one, or several profiles f
 
 def _numbers(row: Any) -> list[float]:
     if not isinstance(row, list) or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in row):
-        raise ProfileError("a damaged profile: rows of numbers were expected")
+        raise ProfileError("the profile is damaged: rows of numbers were expected")
     try:
         return [float(x) for x in row]
     except OverflowError:
-        raise ProfileError("a damaged profile: a number is too large") from None
+        raise ProfileError("the profile is damaged: a number is too large") from None
 
 
 def _rows(values: Any) -> np.ndarray:
     rows = [_numbers(row) for row in values] if isinstance(values, list) else []
     if not rows or len({len(row) for row in rows}) != 1:
-        raise ProfileError("a damaged profile: one row for every layer was expected, all of one length")
+        raise ProfileError("the profile is damaged: one row for each layer was expected, all of the same length")
     return np.array(rows, dtype=np.float64)
 
 
@@ -148,12 +148,12 @@ def load(path: str | os.PathLike[str]) -> Profile:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
-            raise ProfileError("not a profile: it is too large")
+            raise ProfileError("not a profile: the file is too large")
         return Profile.from_json(data.decode("utf-8"))
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise ProfileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
-        raise ProfileError(f"{path}: not a profile: it is not text") from None
+        raise ProfileError(f"{path}: not a profile: the file is not UTF-8 text") from None
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
 
@@ -183,8 +183,8 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
         columns = len(out[stage].budgets) if kind == "prefix" else n_heads if "query" in COLUMNS[kind] else n_heads_kv
         if found != (n_layers, columns):
             raise ProfileError(
-                f"the profile has {found[0]} layers of {found[1]} numbers, {n_layers} of {columns} are needed; it "
-                "belongs to another model"
+                f"the profile belongs to another model: the profile has {found[0]} layers of {found[1]} numbers, "
+                f"not {n_layers} of {columns}; use a profile of this model"
             )
     return out
 
@@ -194,7 +194,7 @@ def _several(given: Given) -> list[Profile | str | os.PathLike[str]]:
     if several is None:
         return []
     if not isinstance(several, Sequence) or not all(isinstance(x, (Profile, str, os.PathLike)) for x in several):
-        raise ProfileError(f"a profile is a Profile or the path of its file, or several of them, not {given!r:.40}")
+        raise ProfileError(f"a profile must be a Profile, the path of a file, or a list of these, not {given!r:.40}")
     return list(several)
 
 
@@ -213,7 +213,7 @@ def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Prof
         if stage is None:
             raise misfit(plan, list(kinds), profile)
         if stage in out:
-            raise ProfileError(f"two profiles were given for {stage} '{getattr(plan, stage)}'; give one")
+            raise ProfileError(f"two profiles were given for {stage} '{getattr(plan, stage)}'; give one profile")
         out[stage] = "the profile" if isinstance(one, Profile) else str(one), profile
     return out
 
@@ -226,13 +226,13 @@ def misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
     kinds = plan.profile_kinds()
     members = " or ".join(f"{stage} '{getattr(plan, stage)}'" for stage in stages)
     commands = " or ".join(f"`{KINDS[kinds[stage]]}`" for stage in stages)
-    return ProfileError(f"a profile of kind '{profile.kind}' does not fit {members}; make one with {commands}")
+    return ProfileError(f"a profile of kind '{profile.kind}' does not fit {members}; make a profile with {commands}")
 
 
 def missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
     """Returns the error for a stage without a profile. of_model: "of NAME ", or ""."""
     kind = plan.profile_kinds()[stage]
     return ProfileError(
-        f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "
-        f"none; make one with `{KINDS[kind]}`"
+        f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), but no profile "
+        f"was found; make a profile with `{KINDS[kind]}`"
     )

@@ -168,7 +168,7 @@ def checked_pruner(name: str, function: Any) -> Callable[[ImageRows, int, Settin
         whole = image.rows
         returned = guarded(what, function, replace(image, rows=whole.copy()), n, settings)
         pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        expected = f"1 to {n} row numbers, ascending and each once"
+        expected = f"1 to {n} different row numbers in ascending order"
         try:
             kept = np.asarray(pair[0])
         except (TypeError, ValueError):
@@ -178,7 +178,7 @@ def checked_pruner(name: str, function: Any) -> Callable[[ImageRows, int, Settin
             raise PluginError(f"{what} must return {expected}, not {kind}{place(function)}")
         kept = kept.astype(np.int64)
         if (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= len(whole):
-            raise PluginError(f"{what} must return {expected}, of the {len(whole)} of the image{place(function)}")
+            raise PluginError(f"{what} must return {expected}, from 0 to {len(whole) - 1}{place(function)}")
         if pair[1] is None:
             return kept, whole[kept]
         rows = _numbers(f"{what}, rows:", function, pair[1], (len(kept), whole.shape[1]), "rows, width")
@@ -208,4 +208,4 @@ def _numbers(what: str, function: Any, given: Any, shape: tuple[int, ...], meani
 
 
 def _kind(value: Any) -> str:
-    return "nothing (is there a return?)" if value is None else f"a {type(value).__name__}"
+    return "None (a return statement may be missing)" if value is None else f"a {type(value).__name__}"

@@ -114,7 +114,7 @@ def _registering(
 ) -> Callable[[F], F]:
     """Returns the decorator of a stage's function. made: makes the plugin from the function."""
     if callable(name):
-        raise PluginError(f'write @pykvedge.{stage}("name"), with the name to register')
+        raise PluginError(f'the decorator needs a name; write @pykvedge.{stage}("name")')
 
     def register(function: F) -> F:
         about = name, summary or _first_line(function), _origin(function)

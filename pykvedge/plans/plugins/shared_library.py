@@ -30,12 +30,15 @@ def load_library(path: Path) -> list[table.Plugin]:
     try:
         entry = getattr(library, PLUGIN_SYMBOL)
     except AttributeError:
-        raise PluginError(f"plugin {path} exports no {PLUGIN_SYMBOL}; see kvedge.h") from None
+        raise PluginError(f"plugin {path} does not export the function {PLUGIN_SYMBOL}; see kvedge.h") from None
     entry.restype = c.POINTER(Plugin)
     found = entry()
     plugin = _own_copy(Plugin, c.cast(found, c.c_void_p).value)
     if plugin is None:
-        raise PluginError(f"plugin {path} was built for another kvedge.h: {PLUGIN_SYMBOL} returns no table that fits")
+        raise PluginError(
+            f"plugin {path} was built with another kvedge.h, because the table of {PLUGIN_SYMBOL} does "
+            f"not fit; build the plugin again"
+        )
     out = []
     for stage, (kind, _) in STRUCTS.items():
         at = c.cast(getattr(plugin, f"{stage}s"), c.c_void_p).value
@@ -86,7 +89,7 @@ def _param(s: Setting, origin: str) -> base.Param:
     try:
         return base.Param.declared(s)
     except KvedgeError as error:
-        raise PluginError(f"{origin}: setting '{text(s.name)}' does not allow its own fallback: {error}") from None
+        raise PluginError(f"{origin}: the default of setting '{text(s.name)}' is not allowed: {error}") from None
 
 
 class _NativeCall:
@@ -110,7 +113,7 @@ def _c_call(struct: Any, given: c.Structure, *out: Any) -> None:
     given.user_data = struct.user_data
     status = struct.call(c.byref(given), *out, c.byref(error))
     if status != 0:
-        raise UsageError(error.text or f"status {status}, and nothing said")
+        raise UsageError(error.text or f"status {status} without a message")
 
 
 def _run_score(struct: Any, layer: base.Layer, settings: Any) -> np.ndarray:

@@ -66,7 +66,8 @@ def check_name(kind: str, name: Any, origin: str) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         shown = repr(name) if len(repr(name)) <= SHOWN else repr(name)[:SHOWN] + "..."
         raise PluginError(
-            f"{origin}: a {kind}'s name is 1 to 40 of a-z, 0-9 and '-' and starts with a letter, not {shown}"
+            f"{origin}: the name of a {kind} must have 1 to 40 characters a-z, 0-9 or '-' and start with a letter, "
+            f"not {shown}"
         )
 
 
@@ -76,9 +77,11 @@ def add(plugin: Plugin) -> None:
     check_name(stage, name, plugin.origin)
     before = _members.get((stage, name))
     if name in formulas(stage) or (stage == "reducer" and name in ALIASES):
-        raise PluginError(f"{plugin.origin}: there is a built-in {stage} '{name}'; choose another name")
+        raise PluginError(f"{plugin.origin}: the name '{name}' belongs to a built-in {stage}; choose another name")
     if before is not None and before.origin != plugin.origin:
-        raise PluginError(f"{plugin.origin}: {before.origin} registered a {stage} '{name}' already")
+        raise PluginError(
+            f"{plugin.origin}: {before.origin} has already registered a {stage} '{name}'; choose another name"
+        )
     _members[stage, name] = plugin
 
 
@@ -91,10 +94,10 @@ def add_preset(preset: Preset, origin: str) -> None:
     """Registers a method. A file may register a name again. Raises PluginError for a name that is taken."""
     check_name("preset", preset.name, origin)
     if preset.name in _reserved:
-        raise PluginError(f"{origin}: there is a built-in method '{preset.name}'; choose another name")
+        raise PluginError(f"{origin}: the name '{preset.name}' belongs to a built-in method; choose another name")
     before = _presets.get(preset.name)
     if before is not None and before[1] != origin:
-        raise PluginError(f"{origin}: {before[1]} registered a preset '{preset.name}' already")
+        raise PluginError(f"{origin}: {before[1]} has already registered a preset '{preset.name}'; choose another name")
     _presets[preset.name] = (preset, origin)
 
 

@@ -69,7 +69,7 @@ def engines_agree(
                 continue
             odd = np.setxor1d(a, b)
             raise BrokenRuleError(
-                f"{where}: {len(a)} tokens stay natively, {len(b)} by the definition, differing in {odd[:4]}"
+                f"{where}: {len(a)} tokens kept natively, {len(b)} by the definition; they differ in {odd[:4]}"
             )
         _close(ours.k[i][h], definition.k[i][h], RELATIVE[kv_type], absolute, f"key of {where} ")
         apart = absolute + of_values * float(np.abs(definition.v[i][h]).max())
@@ -98,15 +98,15 @@ def budget_is_met(plan: Plan, p: Prompt, engine: str) -> None:
         if not 1 <= len(kept) <= n_tokens or kept.dtype != np.int32:
             raise BrokenRuleError(f"{where} keeps {len(kept)} of {n_tokens} tokens")
         if (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= n_tokens:
-            raise BrokenRuleError(f"{where}: {_short(kept)} are no ascending tokens of {n_tokens}")
+            raise BrokenRuleError(f"{where}: {_short(kept)} are not ascending tokens of {n_tokens}")
         if not result.k[i][h].shape == result.v[i][h].shape == (len(kept), size):
-            raise BrokenRuleError(f"{where}: rows {result.k[i][h].shape} for {len(kept)} tokens")
+            raise BrokenRuleError(f"{where}: rows of shape {result.k[i][h].shape} for {len(kept)} tokens")
         if plan.allocator == "uniform" and len(kept) != budget:
-            raise BrokenRuleError(f"{where} keeps {len(kept)} pairs, the budget is {budget}")
+            raise BrokenRuleError(f"{where} keeps {len(kept)} KV pairs, but the budget is {budget}")
     if total != budget * n_layers * n_heads_kv:
-        raise BrokenRuleError(f"{total} pairs stay, the budget is {budget * n_layers * n_heads_kv}")
+        raise BrokenRuleError(f"{total} KV pairs are kept, but the budget is {budget * n_layers * n_heads_kv}")
     if result.scores.shape != (n_layers, n_heads_kv, n_tokens):
-        raise BrokenRuleError(f"scores are {result.scores.shape}")
+        raise BrokenRuleError(f"the scores have shape {result.scores.shape}")
 
 
 def protected_are_kept(plan: Plan, p: Prompt, engine: str) -> None:
@@ -117,7 +117,7 @@ def protected_are_kept(plan: Plan, p: Prompt, engine: str) -> None:
         kept = result.kept[i][h]
         lost = set(np.flatnonzero(protection(plan, n_tokens, len(kept))).tolist()) - set(kept.tolist())
         if lost:
-            raise BrokenRuleError(f"layer {i}, KV head {h} has lost the protected token {min(lost)}")
+            raise BrokenRuleError(f"layer {i}, KV head {h} does not keep the protected token {min(lost)}")
 
 
 def everything_changes_nothing(plan: Plan, p: Prompt, engine: str) -> None:
@@ -139,8 +139,8 @@ def heads_commute(plan: Plan, p: Prompt, engine: str, order: Sequence[int]) -> N
     moved = _compress(plan, reordered, engine=engine)
     for i, h in _heads(p):
         j = list(order).index(h)
-        _same(moved.kept[i][j], result.kept[i][h], f"layer {i}: KV head {h}, moved to {j}, keeps other tokens")
-        _same(moved.k[i][j], result.k[i][h], f"layer {i}: KV head {h}, moved to {j}, has other keys")
+        _same(moved.kept[i][j], result.kept[i][h], f"layer {i}: KV head {h}, moved to {j}, keeps different tokens")
+        _same(moved.k[i][j], result.k[i][h], f"layer {i}: KV head {h}, moved to {j}, has different keys")
 
 
 def runs_repeat(plan: Plan, p: Prompt, engine: str) -> None:
@@ -152,6 +152,6 @@ def runs_repeat(plan: Plan, p: Prompt, engine: str) -> None:
     _same(first.scores, second.scores, "scores of two runs differ")
     for i, h in _heads(p):
         where = f"layer {i}, KV head {h}"
-        _same(first.kept[i][h], second.kept[i][h], f"{where}: two runs keep other tokens")
-        _same(first.k[i][h], second.k[i][h], f"{where}: two runs have other keys")
-        _same(first.v[i][h], second.v[i][h], f"{where}: two runs have other values")
+        _same(first.kept[i][h], second.kept[i][h], f"{where}: two runs keep different tokens")
+        _same(first.k[i][h], second.k[i][h], f"{where}: two runs have different keys")
+        _same(first.v[i][h], second.v[i][h], f"{where}: two runs have different values")

@@ -70,10 +70,12 @@ def _maker(name: str) -> Make:
         known = [*presets.methods(), *(m for stage in CHECKED for m in registry.members(stage))]
         raise unknown("method or stage", name, known, installed.problems())
     elif stages == ["pruner"]:
-        raise UsageError(f"'{name}' is a pruner: it acts on images before they are read, and this checks prompts alone")
+        raise UsageError(
+            f"--check does not support pruners such as '{name}'; check a method, scorer, allocator or reducer"
+        )
     elif stages == ["decode"]:
         raise UsageError(
-            f"'{name}' is a decode policy: it acts on what a model generates, and this checks prompts alone"
+            f"--check does not support decode policies such as '{name}'; check a method, scorer, allocator or reducer"
         )
     else:
         method, values = BASE, {stage: name for stage in stages if stage in CHECKED}
@@ -202,7 +204,7 @@ def _commutes(make: Make) -> Row:
     places = [s for s in CHECKED if registry.member(s, getattr(plan, s)).by_place]
     fixed = sorted({*places, *plan.profile_kinds()})  # a profile has numbers for each head
     if plan.projects:
-        return Row(title, 0, 0, "by design", f"method '{plan.method}' goes by each head's own output projection")
+        return Row(title, 0, 0, "by design", f"method '{plan.method}' uses each head's output projection")
     if fixed:
         which = " and ".join(f"{stage} '{getattr(plan, stage)}'" for stage in fixed)
         return Row(title, 0, 0, "by design", f"{which} depends on the number of the head")

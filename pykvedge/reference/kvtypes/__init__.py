@@ -83,8 +83,8 @@ class KvType:
         fit = [name not in PLAIN and not definition(name).residual for name in (self.k, self.v)]
         if self.rotate == "on" and (not any(fit) or size % ROTATION):
             raise ArrayError(
-                f"kv_rotate on is for q8_0, q4_0 and tq3, and head sizes that are multiples of {ROTATION}, "
-                f"not for {self} and {size}"
+                f"kv_rotate on needs q8_0, q4_0 or tq3, and a head size that is a multiple of {ROTATION}, not {self} "
+                f"and {size}"
             )
         if self.rotate == "off" or size % ROTATION:
             return 0, 0

@@ -27,17 +27,20 @@ class Replay:
         self.chunks = tuple(chunks)
         n = sum(chunk.n_tokens for chunk in self.chunks)
         if any(x.ndim != 4 or not np.isfinite(x).all() for x in arrays) or self.q.shape[2] != n or n == 0:
-            raise ArrayError(f"a replay's q and k must be finite numbers [layers, heads, {n or 'tokens'}, head size]")
+            raise ArrayError(f"q and k of a replay must be finite numbers [layers, heads, {n or 'tokens'}, head size]")
 
     def check(self, q: np.ndarray, k: np.ndarray) -> None:
         """Raises ArrayError unless the pass fits a prompt with q [L, H, T, d] and k [L, Hkv, T, d]."""
         for own, of, name in ((self.q, q, "q"), (self.k, k, "k")):
             if (*own.shape[:2], own.shape[3]) != (*of.shape[:2], of.shape[3]) or own.shape[2] != self.q.shape[2]:
-                raise ArrayError(f"a replay's {name} {own.shape} does not fit the prompt's {of.shape}")
+                raise ArrayError(
+                    f"the shape of {name} of a replay, {own.shape}, does not fit the shape of the "
+                    f"prompt's {name}, {of.shape}"
+                )
         n = k.shape[2]
         for c in self.chunks:
             if not (0 <= c.first < c.last <= n and 0 <= c.sinks <= n and c.n_tokens > 0):
-                raise ArrayError(f"the chunk {c} does not fit a prompt of {n} tokens")
+                raise ArrayError(f"the chunk {c} does not fit in a prompt of {n} tokens")
 
     def parts(self, layer: int) -> Iterator[tuple[ReplayChunk, np.ndarray, np.ndarray]]:
         """Yields each chunk with its queries [H, n, d] and keys [Hkv, n, d] of one layer."""

@@ -25,9 +25,9 @@ class Rotation:
     def __post_init__(self) -> None:
         angles = np.ascontiguousarray(self.angles, dtype=np.float64)
         if angles.ndim != 1 or not np.isfinite(angles).all():
-            raise ArrayError(f"a rotation's angles must be [n] finite numbers, not {list(angles.shape)}")
+            raise ArrayError(f"the angles of a rotation must be [n] finite numbers, not {list(angles.shape)}")
         if self.pairs not in PAIRS:
-            raise ArrayError(f"a rotation's pairs are {' or '.join(PAIRS)}, not {self.pairs!r}")
+            raise ArrayError(f"the pairs of a rotation must be {' or '.join(PAIRS)}, not {self.pairs!r}")
         object.__setattr__(self, "angles", angles)
 
     @classmethod

@@ -46,6 +46,6 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return out
 
 
-SUMMARY = "within a layer, more for the heads with the largest scores"
+SUMMARY = "within a layer, more for heads with the largest scores"
 SOURCE = "AdaKV, section 4"
 BY_PLACE = True  # equal remainders go to the lower head

@@ -77,6 +77,6 @@ def raise_poorest(granted: np.ndarray, budget: int) -> np.ndarray:
     return np.maximum(granted, level)
 
 
-SUMMARY = "to every head the share of all pairs that costs the answers least, by a calibration"
+SUMMARY = "for each head the measured share of all KV pairs that keeps answers best"
 SOURCE = "Fast KV Compaction via Attention Matching, released code"
 BY_PLACE = True  # a profile belongs to the heads of one model

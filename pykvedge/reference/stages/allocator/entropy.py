@@ -75,5 +75,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
-SUMMARY = "more for the layers in which text and images look at each other more widely"
+SUMMARY = "more for layers with wider attention between text and images"
 SOURCE = "MEDA"

@@ -50,6 +50,6 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return counts + own + held
 
 
-SUMMARY = "more for the heads that a calibration found to look at what answers are read from"
+SUMMARY = "more for heads that attend to the source of answers, by a calibration"
 SOURCE = "SparseMM; HeadKV"
 BY_PLACE = True  # a profile belongs to the heads of one model

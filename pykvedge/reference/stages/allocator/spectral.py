@@ -25,5 +25,5 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
-SUMMARY = "more for the layers whose keys and values change fast along the tokens"
+SUMMARY = "more for layers whose keys and values change fast along the tokens"
 SOURCE = "FlashCache, section 3.2"

@@ -16,5 +16,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return row_by_share(state, state.budget / state.prompt, settings)
 
 
-SUMMARY = "the budget's share of all tokens so far, rows dropped at one fixed place"
+SUMMARY = "keeps the budget's share of all tokens; drops rows at one fixed place"
 SOURCE = "Elastic Cache, section 3.3"

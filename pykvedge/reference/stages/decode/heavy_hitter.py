@@ -26,5 +26,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return sinks + int(np.flatnonzero(older == older.min())[-1])
 
 
-SUMMARY = "constant size: for every new token the one that received least attention goes"
+SUMMARY = "constant size: each new token replaces the token that received least attention"
 SOURCE = "H2O, section 4"

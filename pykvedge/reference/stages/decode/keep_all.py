@@ -10,5 +10,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return None
 
 
-SUMMARY = "generated tokens are all kept"
+SUMMARY = "keeps all generated tokens"
 SOURCE = "LOOK-M, section 3.2"

@@ -14,5 +14,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return row_by_share(state, state.kept / state.prompt, settings)
 
 
-SUMMARY = "each head's share of all tokens so far, rows dropped at one fixed place"
+SUMMARY = "keeps each head's share of all tokens; drops rows at one fixed place"
 SOURCE = "PrefixKV, section 3.1"

@@ -13,5 +13,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
     return state.sinks if state.length > state.kept else None
 
 
-SUMMARY = "constant size: for every new token the oldest one after the sinks goes"
+SUMMARY = "constant size: each new token replaces the oldest token after the sinks"
 SOURCE = "StreamingLLM, section 3.2"

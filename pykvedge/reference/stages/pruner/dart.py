@@ -29,7 +29,7 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.flatnonzero(~left)
 
 
-SUMMARY = "rows least like a few pivots, on embeddings"
+SUMMARY = "embedding rows that differ most from a few pivot rows"
 SOURCE = (
     "Wen et al. 2025, Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters "
     "More, arXiv:2502.11494"

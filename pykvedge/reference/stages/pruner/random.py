@@ -16,5 +16,5 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.sort(np.argsort(drawn, kind="stable")[:n])
 
 
-SUMMARY = "chance, the same for the same seed"
+SUMMARY = "random rows; the same for the same seed"
 SOURCE = "a control"

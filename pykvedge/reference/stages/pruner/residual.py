@@ -23,5 +23,5 @@ def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
     return np.sort(np.array(kept))
 
 
-SUMMARY = "what stands out, and differs from what is kept"
+SUMMARY = "rows that stand out, and differ from the rows already kept"
 SOURCE = "kvedge's own"

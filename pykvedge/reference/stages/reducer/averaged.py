@@ -16,5 +16,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign(head), settings)
 
 
-SUMMARY = "average each evicted pair into the most similar kept one"
+SUMMARY = "average each evicted pair into the most similar kept pair"
 SOURCE = "LOOK-M, eq. 10"

@@ -22,5 +22,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign_nearest(head, np.flatnonzero(anchor)), settings)
 
 
-SUMMARY = "average each evicted pair into the nearest kept one that is not protected"
+SUMMARY = "average each evicted pair into the nearest kept pair that is not protected"
 SOURCE = "Elastic Cache, eq. 2 and 3"

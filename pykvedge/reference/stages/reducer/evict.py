@@ -12,5 +12,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     return head.k[head.kept].astype(np.float64), head.v[head.kept].astype(np.float64)
 
 
-SUMMARY = "drop the others"
+SUMMARY = "drop all other pairs"
 SOURCE = "H2O; StreamingLLM"

@@ -109,5 +109,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return plain
 
 
-SUMMARY = "fit biases and values of what is kept to what the prompt's queries got of everything"
+SUMMARY = "fit biases and values of kept pairs, so that the prompt's queries get the same attention output"
 SOURCE = "Zweiger et al. 2026, section 3"

@@ -44,5 +44,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign(head, settings["reach"]), settings)
 
 
-SUMMARY = "average each evicted pair into the kept one with the nearest key, if it is near, to count there"
+SUMMARY = "average each evicted pair into the kept pair with the nearest key, if this key is near"
 SOURCE = "this project"

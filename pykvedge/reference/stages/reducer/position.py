@@ -17,5 +17,5 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     return means(head, assign_nearest(head, np.arange(len(head.kept))), settings)
 
 
-SUMMARY = "average each evicted pair into the nearest kept one"
+SUMMARY = "average each evicted pair into the nearest kept pair"
 SOURCE = "PrefixKV, table 12"

@@ -65,5 +65,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return out
 
 
-SUMMARY = "attention that queries yet to come are expected to pay, by the value's length"
+SUMMARY = "attention expected from future queries, times the norm of the value"
 SOURCE = "Devoto et al. 2025, section 3"

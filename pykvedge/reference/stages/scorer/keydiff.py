@@ -21,5 +21,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return -np.einsum("htd,hd->ht", unit, directions(anchor))
 
 
-SUMMARY = "keys that point elsewhere than the others of their head"
+SUMMARY = "keys that differ in direction from the other keys of their head"
 SOURCE = "Park et al. 2025, section 3"

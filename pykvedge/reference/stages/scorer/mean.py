@@ -52,6 +52,6 @@ def deviation(layer: Layer, settings: Settings) -> np.ndarray:
     return _moments(layer)[1]
 
 
-SUMMARY = "attention per query that saw the token, and what varies the most"
+SUMMARY = "mean attention of the queries that saw the token, and its variation"
 SOURCE = "RoCo"
 reserve = deviation

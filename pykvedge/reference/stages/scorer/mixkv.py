@@ -91,5 +91,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return out
 
 
-SUMMARY = "window attention and value norms, mixed with how different a key is"
+SUMMARY = "window attention and value norms, mixed with the difference of a key from other keys"
 SOURCE = "MixKV, section 3.3"

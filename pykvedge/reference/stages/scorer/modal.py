@@ -104,6 +104,9 @@ def variation(layer: Layer, settings: Settings) -> np.ndarray | None:
     return np.sqrt((deviation(layer.v[:, image], settings["gamma"]) ** 2).mean(axis=-1)).mean(axis=-1)
 
 
-SUMMARY = "votes of the last queries; of image tokens value norms, diversity and outliers too; the text's end stays"
+SUMMARY = (
+    "attention of the last queries; for image tokens also value norms, diversity and outliers; keeps the end "
+    "of the text"
+)
 SOURCE = "this project, with MixKV's mixture and FlashCache's outliers"
 attention = votes

@@ -29,6 +29,6 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return (bits >> np.uint64(40)).astype(np.float64) / 2**24
 
 
-SUMMARY = "chance, the same for the same seed"
+SUMMARY = "random scores; the same for the same seed"
 SOURCE = "a control"
 BY_PLACE = True

@@ -71,5 +71,5 @@ def _lengths(layer: Layer, settings: Settings) -> np.ndarray:
     return np.stack([np.linalg.norm(v[h // group] @ projection[h], axis=1) for h in range(n_heads)])
 
 
-SUMMARY = "the largest attention of any query, the prompt's own or of a second pass over it"
+SUMMARY = "the largest attention of any query of the prompt or of a second pass over the prompt"
 SOURCE = "KVzip (Kim et al. 2025), section 3"
