@@ -131,7 +131,7 @@ def test_what_a_session_is_given_is_checked(tiny, native):
     with pytest.raises(pykvedge.UsageError, match="mmproj"):
         pykvedge.Session(files.model, pykvedge.plan("h2o"))
     for plan in ("lookm", 0.2, pykvedge.plan):
-        with pytest.raises(pykvedge.UsageError, match=r"pykvedge\.plan makes"):
+        with pytest.raises(pykvedge.UsageError, match=r"must be a pykvedge\.Plan"):
             pykvedge.Session(files.model, plan=plan)
     with files.session() as session, pytest.raises(pykvedge.UsageError, match="must be text"):
         session.ask(None)
@@ -152,7 +152,7 @@ def test_objects_show_themselves_in_a_line_and_as_a_table(tiny, native):
     assert repr(plan) == "<Plan snapkv 0.25: window, uniform, evict, keep-all, scorer.window=8>"
     with tiny("llama").session(plan) as session:
         answer = session.ask("Hello <b>there</b> " * 8, sampling=pykvedge.Sampling(max_tokens=4))
-        assert repr(answer).startswith("<Answer '', not at its end | prompt ")
+        assert repr(answer).startswith("<Answer '', not finished | prompt ")
         text, report, stats = answer.read(), answer.report, session.engine.cache.stats()
         assert repr(answer) == f"<Answer {text!r}, {report.finish} | {report.line()}>"
         assert repr(report) == f"<Report snapkv 0.25: {text!r}, {report.finish} | {report.line()}>"

@@ -121,7 +121,7 @@ def test_falls_back_and_says_why(kvedge, tiny, picture_file, kind, method, why):
 
 
 def test_what_cannot_go_in_one_causal_pass(tiny):
-    """Gemma 3 scales the rows of its token table, and its images attend in both directions."""
+    """Gemma 3 scales the rows of its token table, and its images attend in bidirectional attention."""
     with pytest.raises(UnsupportedError, match="gemma3"):
         TokenTable(read_header(tiny("gemma3").model))
 
@@ -129,7 +129,7 @@ def test_what_cannot_go_in_one_causal_pass(tiny):
         def non_causal(self):
             return True
 
-    assert "both directions" in bounded_batch.why_not(BothWays(), [ImagePiece(None, 4, "", 4)])
+    assert "bidirectional attention" in bounded_batch.why_not(BothWays(), [ImagePiece(None, 4, "", 4)])
     assert bounded_batch.why_not(BothWays(), [TextPiece([1, 2])]) == ""
 
 

@@ -441,7 +441,10 @@ def test_layers_for_a_gpu_that_is_not_there_are_said_to_stay(tiny, kvedge, monke
     """The command prints a line, Python gives a warning. An unused package is named with its reason."""
     monkeypatch.setattr(ggml, "devices", list)
     unused = backends.Package("kvedge-vulkan", "Vulkan", problem="no GPU with a Vulkan driver")
-    for packages, why in (([], "`kvedge doctor` tells"), ([unused], "kvedge-vulkan is not used: no GPU with a Vulkan")):
+    for packages, why in (
+        ([], "`kvedge doctor` gives the reason"),
+        ([unused], "kvedge-vulkan is not used: no GPU with a Vulkan"),
+    ):
         monkeypatch.setattr(backends, "_found", packages)
         with pytest.warns(pykvedge.KvedgeWarning, match=f"no GPU was found for -1 gpu_layers, .*; {why}"):
             assert Offload(-1).devices() == []

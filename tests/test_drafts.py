@@ -312,7 +312,7 @@ def test_the_option(kvedge, native):
 
 def test_the_report():
     report = Report("full", 1.0, drafts=Drafts())
-    assert report.as_json()["drafts"]["acceptance"] is None and "drafted" not in report.line()
+    assert report.as_json()["drafts"]["acceptance"] is None and "draft" not in report.line()
     for drafted, accepted in ((4, 4), (4, 1), (2, 0)):
         report.drafts.add(drafted, accepted)
     assert report.as_json()["drafts"] == {

@@ -175,14 +175,16 @@ def test_where_whole_rows_are_given_up_the_report_says_so(native, tmp_path):
     with pykvedge.Session(plan=plan, keep_space=1000, **settings) as session:
         answer = session.ask(AGAIN, [SCENE], Sampling(max_tokens=8))
         assert answer.read()
-        assert answer.report.drafts.exact is False and any("whole rows" in note for note in answer.report.notes)
-        assert any("may differ from the full cache's" in note for note in answer.report.notes)
+        assert answer.report.drafts.exact is False and any(
+            "--keep has no effect on this conversation" in note for note in answer.report.notes
+        )
+        assert any("may differ from that of --method full" in note for note in answer.report.notes)
         session.save(tmp_path / "s.kvs")
     with pykvedge.Session(plan=plan, **settings) as session:
         session.load(tmp_path / "s.kvs")  # a session file has only the compressed rows
         answer = session.ask("Why?", sampling=Sampling(max_tokens=8))
         assert answer.read() and answer.report.drafts.exact is False
-        assert sum("may differ from the full cache's" in note for note in answer.report.notes) == 1
+        assert sum("may differ from that of --method full" in note for note in answer.report.notes) == 1
 
 
 def test_a_prompt_that_is_kept_as_a_whole_is_exact(native):

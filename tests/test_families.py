@@ -144,7 +144,7 @@ def test_layers_that_share_a_cache_read_what_is_kept(tiny, native, plan):
 def test_a_model_that_shares_a_cache_takes_no_bounded_prompt(tiny, native):
     with tiny("gemma4e").session(pykvedge.plan("lookm", 0.3), bounded=True) as session:
         report = say(session, QUESTION, [scene()])
-        assert report.bounded is False and "earlier one" in report.not_bounded
+        assert report.bounded is False and "earlier layer" in report.not_bounded
         session.engine.cache.compress()
         with pytest.raises(UnsupportedError, match="an earlier layer"):
             session.engine.cache.bound_prompt(np.zeros(4, np.uint8))

@@ -79,9 +79,9 @@ def test_special_tokens_stand_for_their_text_where_they_are_preserved(model):
 
 
 def test_what_calls_the_grammar_has_to_fit_it(model):
-    with pytest.raises(GrammarError, match="in a way that the grammar does not allow"):
+    with pytest.raises(GrammarError, match="in a form that the grammar does not allow"):
         follow(model, Lazy(CALL, words=("call",)), "free <call>")
-    with pytest.raises(GrammarError, match="in a way that the grammar does not allow"):
+    with pytest.raises(GrammarError, match="in a form that the grammar does not allow"):
         Grammar(Sampling(grammar=Lazy(CALL, prefix="free")), model)
     with pytest.raises(GrammarError, match="pattern"):
         Lazy(CALL, patterns=("(",))

@@ -178,5 +178,5 @@ def test_ctrl_c_while_a_message_is_read(native, tiny, tmp_path, keep):
 
 @pytest.mark.parametrize("dropping", ["stream", "bounded"])
 def test_what_drops_rows_for_good_keeps_none(tiny, native, dropping):
-    with pytest.raises(UsageError, match="drop rows for good"):
+    with pytest.raises(UsageError, match="drop KV rows for good"):
         tiny("llama").session(keep="ram", **{dropping: True})

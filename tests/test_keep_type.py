@@ -190,7 +190,7 @@ def test_answers_over_them_are_not_called_exact(made, tmp_path):
         with pytest.raises(UnsupportedError, match="whole rows are rounded to q8_0"):
             call("verify_whole", context.cache.handle, 0, 2)
     for settings, says in [
-        ({"keep": "ram", "keep_type": "q8_0", "exact": True}, "leave exact or keep_type out"),
+        ({"keep": "ram", "keep_type": "q8_0", "exact": True}, "omit exact or keep_type"),
         ({"keep": "ram", "keep_type": "q4_0"}, "keep_type must be 'f16' or 'q8_0'"),
         ({"keep_type": "q8_0"}, "set keep to 'ram' or 'disk'"),
     ]:
@@ -230,7 +230,7 @@ def test_an_exact_session_says_that_rows_of_a_file_were_rounded(closing, tmp_pat
     answer = other.ask("How many triangles are there?", [], GREEDY)
     answer.read()
     assert answer.report.drafts.exact is False and other.engine.cache.stats().whole_rounded == 1
-    assert any("may differ from the full cache's" in note for note in answer.report.notes)
+    assert any("may differ from that of --method full" in note for note in answer.report.notes)
 
 
 def test_head_sizes_that_q8_0_cannot_hold_are_refused(made):

@@ -171,7 +171,7 @@ def test_each_setting_is_of_the_loading_or_of_sessions(tiny, setting):
     if setting.name in LoadSettings.__annotations__:
         pykvedge.load(tiny("llama").model, **{"threads": 1} | given).close()
         return
-    with pytest.raises(UsageError, match=f"^{setting.name} is a setting of each session"):
+    with pytest.raises(UsageError, match=f"^{setting.name} is a setting of a session"):
         pykvedge.load(tiny("llama").model, **given)
     with pykvedge.load(tiny("llama").model, threads=1) as model, pykvedge.Session(model, **given) as session:
         assert getattr(session.settings, setting.name) == setting.default

@@ -53,7 +53,7 @@ def test_a_long_context_says_what_llama_cpp_says(native, n_tokens, trained):
 
 def test_beyond_the_training_length_only_where_it_was_asked_for(kvedge, tiny):
     model, text = tiny("llama", n_ctx_train=256), "ab cd " * 200
-    kvedge("chat", *model.arguments(), stdin=text).failed(1, "set --ctx to go beyond what the model was trained for")
+    kvedge("chat", *model.arguments(), stdin=text).failed(1, "set --ctx above the model's training length")
     done = kvedge("chat", *model.arguments(), "--ctx", "2048", "--max-tokens", "2", "--json", stdin=text)
     assert done.code == 0 and done.json["tokens"]["prompt"] > 256
 

@@ -207,7 +207,7 @@ def test_a_context_that_cannot_be_made_for_want_of_memory_says_so(native, tiny, 
     with tiny("llama").session() as session:
         monkeypatch.setattr(libraries.llama(), "llama_init_from_model", lambda *given: None)
         monkeypatch.setattr(llamacpp, "reason", lambda lines, otherwise: why)
-        with pytest.raises(KvedgeError, match=f"cannot be made: {why}; lower --ctx") as raised:
+        with pytest.raises(KvedgeError, match=f"cannot be created: {why}; lower --ctx") as raised:
             session.ask("Hello there.")
     assert type(raised.value) is kind
 

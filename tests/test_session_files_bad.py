@@ -42,7 +42,7 @@ def test_a_note_that_is_none(saved):
             with pytest.raises(SessionFileError, match="no conversation"):
                 session.load(file)
         file.write_bytes(reframed(data, note=json.dumps({**good, "n_cells": 3000}).encode()))
-        with pytest.raises(SessionFileError, match="contradicts itself"):
+        with pytest.raises(SessionFileError, match="is inconsistent"):
             session.load(file)
         file.write_bytes(reframed(data, note=json.dumps(good).encode()))
         session.load(file)
@@ -146,9 +146,9 @@ def test_the_program_refuses_bad_files(kvedge, saved, tiny, tmp_path):
     kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is damaged or truncated")
     cut.write_bytes(b"something else, and long enough to be a header of a file")
     kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is not a session file")
-    kvedge(*ask, tmp_path, "Hi").failed(2, "it is a folder, not a file")
-    kvedge(*ask, tmp_path / "nowhere" / "s.kvs", "Hi").failed(2, "there is no folder")
-    kvedge(*ask, file, "--system", "Be brief.", "Hi").failed(2, "--system", "has begun")
+    kvedge(*ask, tmp_path, "Hi").failed(2, "the path is a folder, not a file")
+    kvedge(*ask, tmp_path / "nowhere" / "s.kvs", "Hi").failed(2, "does not exist")
+    kvedge(*ask, file, "--system", "Be brief.", "Hi").failed(2, "--system", "already has messages")
     kvedge(*ask, file, "--kv-type", "f32", "Hi").failed(2, "--kv-type f16")
     kvedge(*ask, file, "--ctx", "16", "Hi").failed(1, "raise --ctx")
     other = tiny("llava", seed=3)

@@ -51,7 +51,7 @@ def test_a_file_that_cannot_grow_is_said_at_the_end(tiny, tmp_path, native):
             slowly(answer, lambda: session.engine.cache.keep_problem())
         assert answer.report.finish == "length" and answer.report.kv.whole_bytes == 0
         [note] = answer.report.notes
-        assert note.startswith("whole rows are not kept") and "whole rows" not in answer.report.line()
+        assert note.startswith("--keep has no effect on this conversation") and "whole rows" not in answer.report.line()
 
 
 @pytest.mark.parametrize("keep, held", [("disk", False), ("ram", True)])
@@ -94,12 +94,12 @@ def test_pixels_without_room_in_the_file_stay_in_memory(tmp_path, native):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"keep": "ram", "question_blind": True}, "each question chooses for itself"),
-        ({"keep": "ram", "positions": 1024}, "positions go on counting"),
+        ({"keep": "ram", "question_blind": True}, "keep and question_blind exclude each other"),
+        ({"keep": "ram", "positions": 1024}, "keep does not work with a number for positions"),
         ({"keep": "ram", "keep_folder": "/tmp"}, "set keep to 'disk'"),
         ({"keep_folder": "/tmp"}, "set keep to 'disk'"),
-        ({"keep_space": 1 << 20}, "keep_space bounds whole rows"),
-        ({"stream": True, "question_blind": True}, "before its question in any case"),
+        ({"keep_space": 1 << 20}, "keep_space needs keep"),
+        ({"stream": True, "question_blind": True}, "question_blind has no meaning with stream"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(settings, says):

@@ -32,7 +32,7 @@ def test_the_second_program_is_told_and_no_turn_is_lost(kvedge, tiny, tmp_path):
             if done.code == 0:
                 answered.append(done.json["session"]["turns"])
             else:
-                done.failed(1, "talk.kvs is in use by another kvedge", "wait until that has ended")
+                done.failed(1, "talk.kvs is in use by another kvedge", "wait until the other kvedge ends")
                 refused.append(name)
 
     in_threads(*(partial(ask, name) for name in "ab"))

@@ -148,14 +148,14 @@ def test_what_is_refused(tiny, native, picture_file, tmp_path):
         assert not session.messages
         say(session, "What?", [picture_file()])
         session.in_cache = False  # as after an interrupted decode
-        with pytest.raises(StateError, match="in the cache only"):
+        with pytest.raises(StateError, match="are lost with its cache"):
             session.ask("And?")
     with tiny("llama").session(pykvedge.plan("h2o", 64), stream=True) as session, pytest.raises(UsageError):
         session.ask("What?", frames(1))
     with tiny("mamba").session(pykvedge.plan("h2o", 64), stream=True) as session, pytest.raises(NothingToCompressError):
         session.ask("What?")
     with tiny("gemma3").session(pykvedge.plan("h2o", 64), stream=True, n_ctx=256) as session:  # noqa: SIM117
-        with pytest.raises(ContextError, match="keeps some layers"):
+        with pytest.raises(ContextError, match="stores some layers"):
             session.ask("word " * 400)
 
 

@@ -61,7 +61,11 @@ def test_positions_go_on_counting_where_that_was_asked_for(tiny, native):
     model = tiny("llama", n_ctx_train=512)
     with model.session(pykvedge.plan("streaming-llm", 64), stream=True, positions="count") as session:
         report = say(session, "word " * 600)
-        assert report.stream.positions > 512 and report.stream.turned == 0 and "trained for 512" in report.line()
+        assert (
+            report.stream.positions > 512
+            and report.stream.turned == 0
+            and "exceeds the training length 512" in report.line()
+        )
     with model.session(pykvedge.plan("streaming-llm", 64), stream=True, positions=300) as session:
         report = say(session, "word " * 600)
         assert report.stream.positions <= 300 == report.stream.trained and report.stream.turned > 5
@@ -74,11 +78,13 @@ def test_a_model_whose_keys_cannot_turn_says_so(tiny, native):
     with tiny("gemma3", n_ctx_train=256).session(pykvedge.plan("h2o", 64), stream=True, n_ctx=1024) as session:
         report = say(session, "word " * 90)
         assert report.stream.positions > 256 and report.stream.turned == 0
-        assert "trained for 256" in report.line() and "kvedge stores 2 of" in report.line()
+        assert "exceeds the training length 256" in report.line() and "kvedge stores 2 of" in report.line()
     with tiny("gemma3", n_ctx_train=256).session(pykvedge.plan("h2o", 0.3), n_ctx=1024) as session:
-        [note] = [n for n in say(session, "word " * 90).notes if "positions pass 256" in n]
+        [note] = [
+            n for n in say(session, "word " * 90).notes if "positions exceed the model's training length of 256" in n
+        ]
         assert "kvedge stores 2 of" in note
-        assert not [n for n in say(session, "And?").notes if "positions pass" in n]  # only once
+        assert not [n for n in say(session, "And?").notes if "positions exceed" in n]  # only once
 
 
 @pytest.mark.parametrize(("kind", "method", "settings"), [
@@ -118,7 +124,7 @@ def test_what_keeps_everything_ends_with_its_context(tiny, native):
     for plan, settings in ((pykvedge.plan("full"), {}), (pykvedge.plan("h2o", 0.2), {"positions": "count"})):
         with tiny("llama", n_ctx_train=256).session(plan, n_ctx=256, **settings) as session:
             say(session, "word " * 60, (), Sampling(max_tokens=4))
-            with pytest.raises(ContextError, match="are left"):
+            with pytest.raises(ContextError, match="are free"):
                 say(session, "word " * 100)
 
 

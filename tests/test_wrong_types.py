@@ -66,7 +66,7 @@ def test_calls_of_a_session(session, tmp_path):
     refused(lambda wrong: session.fork(cancel=wrong))
     refused(lambda wrong: session.examine("Hello", [], wrong))
     for call in (session.save, session.load):
-        with pytest.raises(UsageError, match="is named by a path, not None"):
+        with pytest.raises(UsageError, match="must be a path, not None"):
             call(None)
     session.ask("Hello", sampling=SHORT).read()
     session.save(tmp_path / "a.kvs")

@@ -31,15 +31,15 @@ def check_age(plan: Plan) -> None:
     """
     if plan.drops:
         raise UsageError(
-            f"decode policy '{plan.decode}' drops rows of answers, so that no image could come back; use --decode "
-            "keep-all, or no --age"
+            f"--age does not work with decode policy '{plan.decode}', which drops KV pairs of the answer; use "
+            f"--decode keep-all, or omit --age"
         )
     own, settings = table.get("scorer", plan.scorer), plan.settings("scorer")
     window = "window" in settings and scorer(plan.scorer).whole_up_to(settings) > 0
     if not (own.queries(settings) if own is not None else window):
         raise UsageError(
-            f"images age where the last tokens of a message do not look at them, which scorer '{plan.scorer}' does not "
-            "see; use a method whose last queries vote, such as kvedge or snapkv"
+            f"--age does not work with scorer '{plan.scorer}', which does not use the last queries of a message; use "
+            f"a method with a window scorer, such as kvedge or snapkv, or omit --age"
         )
 
 
@@ -62,7 +62,9 @@ class Ages:
         plan's. Raises UsageError, BudgetError, StateError."""
         images = self._sequence.images
         if isinstance(image, bool) or not isinstance(image, numbers.Integral) or not 1 <= image <= len(images):
-            raise UsageError(f"there is no image {image!r:.20} in the conversation, which has {len(images)}")
+            raise UsageError(
+                f"image {image!r:.20} does not exist: the conversation has {len(images)} images, counted from 1"
+            )
         before = images[image - 1]
         self._sequence.limit_image(image - 1, _pairs(budget, before.last - before.first), budget is not None)
         with undoing(lambda: self._sequence.limit_image(image - 1, before.limit, before.fixed)):
@@ -138,5 +140,7 @@ def _pairs(budget: float | int | None, n_tokens: int) -> int:
         return _FREE
     amount = Amount.parse(budget, "the budget of an image")
     if not 0 <= amount.value <= (1.0 if amount.pairs is None else LARGEST_COUNT):
-        raise BudgetError(f"the budget of an image is a share up to 1.0 or a number of pairs, not {amount}")
+        raise BudgetError(
+            f"the budget of an image must be a share from 0.0 to 1.0 or a number of KV pairs, not {amount}"
+        )
     return amount.pairs if amount.pairs is not None else math.ceil((amount.ratio or 0.0) * n_tokens)

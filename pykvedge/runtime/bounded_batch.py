@@ -34,7 +34,7 @@ class OnePass:
 def why_not(vision: Vision | None, pieces: list[Piece]) -> str:
     """Returns why the pieces cannot go through a layer in one causal pass, or an empty string if they can."""
     if vision is not None and vision.non_causal() and any(isinstance(p, ImagePiece) for p in pieces):
-        return "the tokens of an image look at each other in both directions in this model"
+        return "this model uses bidirectional attention among the tokens of an image"
     return ""
 
 
@@ -65,7 +65,7 @@ def gather(pieces: list[Piece], table: TokenTable, vision: Vision, model: Model,
             past += piece.n_tokens
         else:
             if piece.embeddings is None:
-                raise KvedgeError("the image was not encoded")
+                raise KvedgeError("the image was not encoded; encode the image before decoding")
             embeddings[here, : piece.embeddings.shape[1]] = piece.embeddings
             mask[here] = 1
             positions[:, here], past = image_positions(vision, piece, past, mrope, gaps=True)

@@ -26,14 +26,18 @@ _DOUBTS = 100  # kinds from 100 on: guesses from decoding, by the margin of the 
 _RETRY, _TRIED = 64, 4  # after 64 steps without a draft, the drafter tries a draft of at least 4 tokens
 _OLD = 256  # steps until the seconds of a batch size are measured again
 _GUESSED = 0.25  # share of a single token's time: the assumed time of one more token in a batch, while unmeasured
-_NOT_EXACT = "the answer may differ from the full cache's: without whole rows, as they were, no token is verified"
+_NOT_EXACT = (
+    "the answer may differ from that of --method full: no uncompressed KV rows are kept, so --exact cannot "
+    "verify tokens"
+)
 
 
 def require_drafts(model: Model, asked: str) -> None:
     """Raises UnsupportedError for a model whose layers cannot take a draft back. asked: name of the drafting option."""
     if model.recurrent:
         raise UnsupportedError(
-            f"{model.path.name} has recurrent layers, which cannot take a draft back; leave {asked} out"
+            f"{asked} does not work with {model.path.name}: its recurrent layers cannot remove refused draft tokens; "
+            f"omit {asked}"
         )
 
 
@@ -41,8 +45,8 @@ def check_policy(plan: Plan, asked: str) -> None:
     """Raises UsageError for a plan that drops rows while it answers. asked: name of the drafting option."""
     if plan.drops:
         raise UsageError(
-            f"decode policy '{plan.decode}' drops a row for every token, also for drafts that are refused; use "
-            f"--decode keep-all, or no {asked}"
+            f"{asked} does not work with decode policy '{plan.decode}', which drops KV pairs also for refused "
+            f"drafts; use --decode keep-all, or omit {asked}"
         )
 
 

@@ -70,8 +70,8 @@ class Driver:
                 raise
             if KvType.parse(self.size.kv_type).quantised:
                 raise NothingToCompressError(
-                    f"{self.model.path.name} runs as it is, without kvedge's KV memory, so nothing can be stored as "
-                    f"{self.size.kv_type}; use f16, bf16 or f32"
+                    f"kvedge cannot store the KV cache of {self.model.path.name}, so kv_type {self.size.kv_type} is "
+                    f"not available; use f16, bf16 or f32"
                 ) from error
             self.require_full(plan)
             check_memory(self.model, self.size, self.threads, whole_cache=True)
@@ -98,7 +98,7 @@ class Driver:
             if not isinstance(piece, ImagePiece):
                 self.context.decode(piece.tokens, want_logits)
             elif self.vision is None:
-                raise StateError("the model was loaded without an image encoder")
+                raise StateError("the model was loaded without an image encoder; load the model with its mmproj file")
             else:
                 self.context.decode_image(self.vision, piece)
 

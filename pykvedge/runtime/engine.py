@@ -82,14 +82,14 @@ class Engine:
     def sequence(self) -> Sequence:
         """Returns the sequence. Raises StateError before the first prompt."""
         if self._sequence is None:
-            raise StateError("nothing was read yet")
+            raise StateError("the session has not read a prompt yet; ask a question first")
         return self._sequence
 
     @property
     def driver(self) -> Driver:
         """Returns the driver, which owns the context and the cache. Raises StateError before the first prompt."""
         if self._driver is None:
-            raise StateError("nothing was read yet")
+            raise StateError("the session has not read a prompt yet; ask a question first")
         return self._driver
 
     @property
@@ -101,7 +101,7 @@ class Engine:
     def pace(self) -> Pace:
         """Returns the pace of a stream. Raises NothingToCompressError if kvedge does not hold the KV cache."""
         if self._pace is None:
-            raise NothingToCompressError(f"kvedge does not hold the KV cache of {self._model.path.name}")
+            raise NothingToCompressError(f"kvedge cannot manage the KV cache of {self._model.path.name}")
         return self._pace
 
     @property
@@ -157,12 +157,13 @@ class Engine:
             self._make_context(n, largest, what, plan)
         elif n > (room := self.room - len(self.sequence.unread)):
             raise ContextError(
-                f"the message has {what}, but only {room} of the context of {self.context.n_ctx} are "
-                "left; raise --ctx or start a new conversation"
+                f"the message has {what}, but only {room} tokens of the context of {self.context.n_ctx} are free; "
+                f"raise --ctx or start a new conversation"
             )
         elif largest > self.context.n_ubatch < ubatch_for(self._vision, largest):
             raise ContextError(
-                f"an image of {largest} tokens must come with the first message; start a new conversation"
+                f"an image of {largest} tokens is too large for a later message; start a new conversation with this "
+                f"image"
             )
 
     def _frees_room(self, n_tokens: int) -> bool:
@@ -199,8 +200,8 @@ class Engine:
         automatic = max(min(trained, DEFAULT_CTX), min(trained, n_prompt + more))
         n_ctx = self._settings.n_ctx or automatic
         if n_prompt > n_ctx:
-            advice = "raise --ctx" if self._settings.n_ctx else "set --ctx to go beyond what the model was trained for"
-            raise ContextError(f"the prompt has {what}, the context holds {n_ctx}; {advice}, or send less")
+            advice = "raise --ctx" if self._settings.n_ctx else "set --ctx above the model's training length"
+            raise ContextError(f"the prompt has {what}, the context holds {n_ctx}; {advice}, or shorten the prompt")
         n_ubatch, peak = ubatch_for(self._vision, largest_image), 0
         if self._bounded:
             kept = native_plan.plan_budget(plan, n_prompt)
@@ -216,11 +217,13 @@ class Engine:
         if covered and not KvType.parse(self._settings.kv_type).quantised:
             return "the budget covers the whole prompt"
         if self._driver is not None and self.cache is None:
-            return f"kvedge does not hold the KV cache of {self._model.path.name}"
+            return f"kvedge cannot manage the KV cache of {self._model.path.name}"
         if self._driver is not None and n > self.context.n_ubatch:
-            return f"{n} tokens are more than the {self.context.n_ubatch} of the first message, which one pass holds"
+            return (
+                f"the message has {n} tokens, and one pass holds {self.context.n_ubatch}, the size of the first message"
+            )
         if shares_cache(self._model.header):
-            return f"layers of {self._model.path.name} read the keys and values of an earlier one, all of them"
+            return f"layers of {self._model.path.name} use the whole KV cache of an earlier layer"
         if any(isinstance(p, ImagePiece) for p in pieces):
             try:
                 self._table = self._table or TokenTable(self._model.header)
@@ -241,7 +244,7 @@ class Engine:
             self._sequence.lookup = Lookup() if self._settings.lookup else None
             self._drafter = Drafter(driver, self._sequence, self.extend, self._settings.exact)
         if driver.cache is None and self._bounded:
-            self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
+            self.not_bounded = f"kvedge cannot manage the KV cache of {self._model.path.name}"
         if self._settings.keep and driver.cache is not None:
             self._ages = Ages(self._sequence, driver.cache, self._settings.age)
         elif driver.cache is not None and self._settings.positions != "count":
@@ -261,7 +264,7 @@ class Engine:
         """
         if self.cache is None:
             raise UnsupportedError(
-                f"kvedge does not keep the memory of {self._model.path.name}, so its sessions cannot be saved"
+                f"kvedge cannot manage the KV cache of {self._model.path.name}, so its sessions cannot be saved"
             )
         self.cache.save(encoded(path), model, note.encode(), whole=note.whole)
 
@@ -285,7 +288,7 @@ class Engine:
         """Returns the context size (tokens) for a saved conversation. name: for the error. Raises ContextError."""
         n_ctx = self._settings.n_ctx or note.n_ctx
         if note.n_cells > n_ctx:
-            raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
+            raise ContextError(f"{name} holds {note.n_cells} tokens, more than the context of {n_ctx}; raise --ctx")
         return n_ctx
 
     def _fill(self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]) -> None:
@@ -295,7 +298,7 @@ class Engine:
         self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.storage), plan)
         with undoing(self.close):
             if self.cache is None:
-                raise SessionFileError(f"{name} was saved with another model; load that one")
+                raise SessionFileError(f"{name} was saved with another model; load the model that saved {name}")
             fill(self.cache)
         if self._pace is not None:
             self._pace.compress()
@@ -348,7 +351,7 @@ class Engine:
         """Reads the pieces in one pass; libkvedge compresses each layer before the next one runs."""
         context, cache, sequence = self.context, self.cache, self.sequence
         if cache is None:
-            raise StateError("a bounded prompt needs a KV cache that kvedge holds")
+            raise StateError("a bounded prompt needs a model whose KV cache kvedge can manage; omit bounded")
         if self._table is not None and self._vision is not None and any(isinstance(p, ImagePiece) for p in pieces):
             prompt = bounded_batch.gather(pieces, self._table, self._vision, self._model, sequence.n_past)
         else:
@@ -422,13 +425,13 @@ class Engine:
         """Raises UsageError, UnsupportedError or StateError if `cut_out` is impossible."""
         cache = self.cache
         if self._ages is None or cache is None:
-            raise UsageError("turns can be dropped where whole rows are kept: set keep to 'ram' or 'disk'")
+            raise UsageError("dropping a turn needs the uncompressed KV rows: set keep to 'ram' or 'disk'")
         if cache.replays:
             raise UnsupportedError(
-                f"method '{cache.plan.method}' reads all of a conversation a second time, so no turn can be dropped"
+                f"no turn can be dropped with method '{cache.plan.method}', which reads the conversation twice"
             )
         if not cache.stats().whole_bytes:
-            raise StateError(f"no turn can be dropped: {cache.keep_problem() or 'no whole rows are there'}")
+            raise StateError(f"no turn can be dropped: {cache.keep_problem() or 'no uncompressed KV rows are kept'}")
         cache.renumber(0, 1)  # changes nothing; raises if the keys of the model cannot be renumbered
 
     def cut_out(self, begin: TokenBoundary, end: TokenBoundary) -> None:
@@ -442,7 +445,7 @@ class Engine:
     def ages(self) -> Ages:
         """Returns the ages, which limit each image. Raises UsageError without whole rows."""
         if self._ages is None:
-            raise UsageError("images can be demoted where whole rows are kept: set keep to 'ram' or 'disk'")
+            raise UsageError("demoting an image needs the uncompressed KV rows: set keep to 'ram' or 'disk'")
         return self._ages
 
     def pairs_held(self) -> float:
@@ -455,7 +458,7 @@ class Engine:
         positions = self._positions
         if positions is not None and positions.why_not and positions.needed(0) and not self._has_noted:
             self._has_noted = True
-            notes.append(f"positions pass {positions.trained}, the model's length: {positions.why_not}")
+            notes.append(f"positions exceed the model's training length of {positions.trained}: {positions.why_not}")
         return notes
 
     def measure_again(self, kv: Kv) -> None:
@@ -475,6 +478,5 @@ def _require_window(context: Context) -> None:
     cells = -(-min(context.n_ctx, 2 * window + context.n_ubatch) // 256) * 256
     if window > 0 and cells < context.n_ctx and context.at.n_cells + window + context.n_ubatch > cells:
         raise UnsupportedError(
-            f"llama.cpp keeps layers of this model that see {window} tokens, and the conversation has become too long "
-            "for a copy of them"
+            f"the conversation is too long to copy: llama.cpp stores its layers with a window of {window} tokens"
         )

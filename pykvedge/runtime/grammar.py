@@ -22,9 +22,9 @@ _LIMITS = LLParserLimits(
 _OPTIONS = '%llguidance {"no_forcing": true}\n'  # the model chooses how to split a text into tokens
 _CLEARER = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf":
-        "alternatives of oneOf may overlap, which cannot be obeyed; use anyOf",
-    "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10": "it is too large",
-    "Unimplemented keys: ": "what it says by these words cannot be obeyed: ",
+        "alternatives of oneOf that may overlap are not supported; use anyOf",
+    "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10": "the grammar is too large",
+    "Unimplemented keys: ": "these keywords are not supported: ",
 }  # fmt: skip
 _MOST_KEPT = 32  # grammars kept for each model
 _MOST_SHOWN = 200  # characters shown of a grammar's error
@@ -74,7 +74,7 @@ class Grammar:
 
     def dead_end(self) -> GrammarError:
         """Returns the error for an answer that can neither continue nor end."""
-        return GrammarError(f"the {self._what} allows nothing here that the model has a token for")
+        return GrammarError(f"the answer cannot continue: no token of the model fits the {self._what}")
 
     def _possible(self) -> np.ndarray:
         """Returns the allowed next tokens, [n_vocab] bool. Raises GrammarError."""
@@ -94,7 +94,9 @@ class Grammar:
         fit = self._matcher.try_consume_tokens(tokens)
         self._check()
         if fit < len(tokens):
-            raise GrammarError("the answer called the grammar in a way that the grammar does not allow")
+            raise GrammarError(
+                "the answer contains the trigger of the grammar in a form that the grammar does not allow"
+            )
 
 
 class _Waiting:

@@ -135,7 +135,7 @@ class Context:
         if not self.handle:
             why = llamacpp.reason(lines, "llama.cpp does not say why")
             kind = OutOfMemoryError if "alloc" in why or "memory" in why else KvedgeError
-            raise kind(f"a context of {size.n_ctx} tokens cannot be made: {why}; lower --ctx")
+            raise kind(f"a context of {size.n_ctx} tokens cannot be created: {why}; lower --ctx")
         self._begin()
         self.n_ctx = min(self.n_ctx, size.n_ctx)
 
@@ -253,7 +253,7 @@ class Context:
     def decode_image(self, vision: Vision, piece: ImagePiece) -> None:
         """Appends an encoded image. Raises the errors of `decode`."""
         if piece.embeddings is None:
-            raise KvedgeError("the image was not encoded")
+            raise KvedgeError("the image was not encoded; encode the image before decoding")
         if piece.kept is not None:
             self._decode_rows(vision, piece, piece.embeddings)
             return
@@ -320,7 +320,7 @@ class Context:
             raise CancelledError
         why = llamacpp.reason(lines, f"status {status}")
         if status == -2:
-            raise OutOfMemoryError(f"llama.cpp cannot get the memory to go on: {why}; lower --ctx")
+            raise OutOfMemoryError(f"llama.cpp lacks memory to continue: {why}; lower --ctx")
         raise KvedgeError(f"llama.cpp cannot decode the prompt: {why}")
 
 

@@ -73,7 +73,7 @@ class Loan:
 class LoadedModel(Closing, Single):
     """A loaded model, made by `load`. Close the model when done, or use a with statement."""
 
-    instead = "sessions in several threads may share it"
+    instead = "pass the model to sessions in several threads instead"
 
     def __init__(self, model: Model, encoder: Encoder | None, caches: Caches, threads: int) -> None:
         self._model, self._encoder, self._caches = model, encoder, caches
@@ -173,7 +173,10 @@ def load(
     also for settings that belong to a session."""
     settings = Settings.of({**given})
     if others := [name for name in given if name not in LoadSettings.__annotations__]:
-        raise UsageError(f"{others[0]} is a setting of each session: pykvedge.Session(model, {others[0]}=...)")
+        raise UsageError(
+            f"{others[0]} is a setting of a session, not of a model; pass it to pykvedge.Session(model, "
+            f"{others[0]}=...)"
+        )
     mmproj = with_encoder(model, mmproj)
     return _load(model, mmproj, settings, signals.lifting(progress), Stop(cancel))
 
@@ -206,7 +209,7 @@ def _check_image_limits(mmproj: str | os.PathLike[str] | None, settings: Setting
     if not any(settings.image_limits):
         return
     if mmproj is None:
-        raise UsageError("image_min_tokens and image_max_tokens are of an image encoder; give the mmproj")
+        raise UsageError("image_min_tokens and image_max_tokens need an image encoder; give the mmproj file")
     header = read_header(path_of(mmproj, "the mmproj"))
     if header.architecture == "clip":  # the loading reports other files
         token_limits(header, *settings.image_limits)
@@ -227,9 +230,9 @@ def borrow(
         return model.again()
     if isinstance(model, LoadedModel):
         if mmproj is not None:
-            raise UsageError("the image encoder belongs to the loaded model: pykvedge.load(model, mmproj)")
+            raise UsageError("a loaded model takes no mmproj; give the mmproj to pykvedge.load(model, mmproj)")
         if changed := settings.changed_loading:
-            raise UsageError(f"{changed[0]} is a setting of pykvedge.load when the model is loaded before")
+            raise UsageError(f"{changed[0]} cannot change for a loaded model; pass {changed[0]} to pykvedge.load")
         return model.lend()
     with _load(model, mmproj, settings, progress, cancel) as loaded:
         return loaded.lend()
@@ -240,7 +243,8 @@ def with_encoder(model: Any, mmproj: Any) -> Any:
     if model is not PACKAGED:
         return mmproj
     if mmproj is not None or not PACKAGED.is_file():
-        what = f"{PACKAGED} is missing: name a model" if mmproj is None else "an mmproj belongs to a model: name both"
+        missing = f"the packaged model {PACKAGED} is missing; name a model"
+        what = missing if mmproj is None else "an mmproj needs its model; name both files"
         raise UsageError(what)
     return PACKAGED.with_name("demo-mmproj.gguf")
 
@@ -254,5 +258,5 @@ def path_of(model: Any, what: str = "the model") -> Path:
     if not isinstance(model, (str, os.PathLike)) or not isinstance(name := os.fspath(model), str):
         raise UsageError(f"{what} must be the path of a GGUF file, not {model!r:.40}")
     if "\0" in name or not name:
-        raise UsageError(f"the path of {what} is empty or holds a zero byte")
+        raise UsageError(f"the path of {what} is empty or contains a zero byte")
     return Path(name)

@@ -146,8 +146,8 @@ def parts(
 def _require(fits: bool, room: int) -> None:
     if not fits:
         raise ContextError(
-            f"the second pass over the prompt does not fit the {room} tokens that are left of the context; raise "
-            "--ctx, or set scorer.source to prompt"
+            f"the second pass over the prompt does not fit in the context, which has {room} free tokens; raise "
+            f"--ctx, or set scorer.source to prompt"
         )
 
 

@@ -186,7 +186,7 @@ class Stream:
         if not self.trained or self.positions <= self.trained:
             return ""
         why = f" ({self.why_counted})" if self.why_counted else ""
-        return f"positions up to {self.positions}, trained for {self.trained}: answers may lose sense{why}"
+        return f"position {self.positions} exceeds the training length {self.trained}: answers may become wrong{why}"
 
 
 @dataclass(repr=False)
@@ -212,7 +212,7 @@ class Report:
     notes: list[str] = field(default_factory=list)  # problems beside the answer, for example with a cache folder
 
     def __repr__(self) -> str:
-        return f"<Report {self.method} {self.budget}: {self.text!r}, {self.finish or 'not at its end'} | {self.line()}>"
+        return f"<Report {self.method} {self.budget}: {self.text!r}, {self.finish or 'not finished'} | {self.line()}>"
 
     def _repr_html_(self) -> str:
         t, kv = self.time, self.kv
@@ -274,7 +274,7 @@ class Report:
             parts = [f"stream of {stream.tokens} tokens, {new}", f"{held}, full {stream.full_bytes / size:.1f}"]
             return " | ".join(filter(None, [*parts, speed, stream.note()]))
         answer = kv.compressed_tokens - tokens.prompt
-        since = f" + {answer} {'read before' if kv.whole_bytes else 'of the last answer'}" if answer > 0 else ""
+        since = f" + {answer} {'read before' if kv.whole_bytes else 'from the last answer'}" if answer > 0 else ""
         everything = kv.kept_of_them >= kv.compressed_tokens
         kept = ", all kept" if everything else f" -> {kv.kept_of_them} kept"
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
@@ -286,5 +286,5 @@ class Report:
             parts.append(f"whole rows {' and '.join(file + held)}")
         again = f"read again in {self.time.replay_s:.1f} s" if self.time.replay_s else ""
         drafts = self.drafts
-        right = f"{drafts.accepted} of {drafts.drafted} drafted right" if drafts and drafts.drafted else ""
+        right = f"{drafts.accepted} of {drafts.drafted} draft tokens accepted" if drafts and drafts.drafted else ""
         return " | ".join(filter(None, [*parts, again, right, speed]))

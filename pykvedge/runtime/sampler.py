@@ -101,10 +101,10 @@ def _biases(sampling: Sampling, model: Model) -> dict[int, float]:
         tokens = model.tokenize(token, special=False) if isinstance(token, str) else [int(token)]
         for one in set(tokens):
             if not 0 <= one < n_vocab:
-                raise UsageError(f"logit_bias: the model has no token {one}, only those from 0 to {n_vocab - 1}")
+                raise UsageError(f"logit_bias names token {one}, but the model has only tokens from 0 to {n_vocab - 1}")
             out[one] = out.get(one, 0.0) + bias
     if sum(bias == -math.inf for bias in out.values()) == n_vocab:
-        raise UsageError("logit_bias forbids every token of the model")
+        raise UsageError("logit_bias forbids every token of the model; allow at least one token")
     return out
 
 

@@ -86,7 +86,7 @@ class Sampling:
         _check_bias(self.logit_bias)
         object.__setattr__(self, "stop", _stop_texts(self.stop))
         if sum(form is not None for form in (self.grammar, self.json_schema, self.regex)) > 1:
-            raise GrammarError("an answer follows a grammar, a JSON schema or a regular expression, not several")
+            raise GrammarError("grammar, json_schema and regex exclude each other; give one of them")
         if self.grammar is not None and not isinstance(self.grammar, grammar_source.Lazy):
             object.__setattr__(self, "grammar", grammar_source.grammar(self.grammar))
         if self.json_schema is not None:
@@ -118,7 +118,7 @@ def _check_bias(biases: object) -> None:
         raise UsageError(f"logit_bias must map tokens to numbers, not {biases!r:.40}")
     for token, bias in biases.items():
         if isinstance(token, bool) or not isinstance(token, int | str) or token == "":
-            raise UsageError(f"logit_bias takes tokens by number or as text, not {token!r:.40}")
+            raise UsageError(f"a token in logit_bias must be a number or a text, not {token!r:.40}")
         check_number("a logit_bias", bias, whole=False)
         if not abs(bias) <= _LARGEST_BIAS and bias != -math.inf:
             raise UsageError(f"a logit_bias must lie between -1e6 and 1e6, or be -inf, not {bias}")
@@ -127,10 +127,10 @@ def _check_bias(biases: object) -> None:
 def _stop_texts(given: object) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or isinstance(texts, bytes) or not all(isinstance(t, str) for t in texts):
-        raise UsageError(f"stop must be a text or several, not {given!r:.40}")
+        raise UsageError(f"stop must be a text or a list of texts, not {given!r:.40}")
     if not all(texts) or len(texts) > _MOST_STOPS or max(map(len, texts), default=0) > _LONGEST_STOP:
         raise UsageError(
             f"stop takes up to {_MOST_STOPS} texts, each of 1 to {_LONGEST_STOP} characters; "
-            f"given were {len(texts)}, of {min(map(len, texts))} to {max(map(len, texts))}"
+            f"given: {len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} characters"
         )
     return tuple(texts)

@@ -246,7 +246,7 @@ class Sequence(SequenceEnd):
         """
         cache, context = self._own_cache(), self._driver.context
         if not context.cut(self.number, begin.position, end.position):
-            raise StateError("llama.cpp could not remove tokens from the conversation")
+            raise StateError("llama.cpp could not remove tokens from the conversation; start a new conversation")
         cache.check()
         self.images = [image for image in self.images if not begin.token <= image.first < end.token]
         self.renumber(self.n_past - (end.position - begin.position))
@@ -391,11 +391,11 @@ class Sequence(SequenceEnd):
         if cache is None:
             return out
         if problem := cache.keep_problem(self.number):
-            out.append(f"whole rows are not kept: {problem}; what was evicted is gone")
+            out.append(f"--keep has no effect on this conversation: {problem}; the dropped KV pairs are lost")
         if n := cache.stats(self.number).n_unfitted:
             out.append(
-                f"{n} heads were not matched, as fewer queries of the prompt were kept than rows are left; they keep "
-                "rows as reducer evict leaves them"
+                f"reducer match had no effect on {n} KV heads, which have fewer observed queries than kept KV pairs; "
+                f"these heads use reducer evict"
             )
         return out
 
@@ -427,13 +427,15 @@ class Sequence(SequenceEnd):
     def restore(self, at: Snapshot, model: str) -> None:
         """Continues from a snapshot in an empty sequence. Raises SessionFileError, StateError, OutOfMemoryError."""
         libkvedge.unpack(self._own_cache(), at.rows, model, self.number)
-        self.stand(at, "what was kept of an earlier conversation")
+        self.stand(at, "the kept state of an earlier conversation")
 
     def stand(self, at: Snapshot, name: str) -> None:
         """Restores the state of a snapshot whose rows are already in the cache. name: for errors."""
         stats = self._own_cache().stats(self.number)
         if stats.n_tokens < at.n_cells:
-            raise SessionFileError(f"{name} contradicts itself; it cannot be used")
+            raise SessionFileError(
+                f"{name} is inconsistent: its state has more tokens than its KV rows; {name} cannot be used"
+            )
         self.begin()
         self.n_past, self.n_cells = at.n_past, at.n_cells
         self._n_compressions = stats.n_compressions
@@ -449,7 +451,7 @@ class Sequence(SequenceEnd):
     def _own_cache(self) -> libkvedge.Cache:
         if self._driver.cache is None:
             name = self._driver.model.path.name
-            raise UnsupportedError(f"kvedge does not keep the memory of {name}, so it cannot be put aside")
+            raise UnsupportedError(f"kvedge cannot manage the KV cache of {name}, so the conversation cannot be copied")
         return self._driver.cache
 
     def follow(self, other: Sequence) -> None:
@@ -526,5 +528,5 @@ def encode(vision: Vision | None, pieces: list[Piece], progress: Progress, cance
     for i, piece in enumerate(images):
         look(i, 0.0)
         if vision is None:
-            raise StateError("no image encoder was loaded")
+            raise StateError("the model was loaded without an image encoder; load the model with its mmproj file")
         vision.encode(piece, functools.partial(look, i))

@@ -81,32 +81,32 @@ class Note:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, KvedgeError) as error:
             raise ValueError(str(error)) from None
         if len(note.pending) > 1 or not note.messages:
-            raise ValueError("a conversation that cannot be")
+            raise ValueError("its messages and pending tokens are inconsistent")
         return note
 
 
 def _of(kind: type, value: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no {kind.__name__}")
+        raise ValueError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
 def _count(value: Any) -> int:
     if not 0 <= _of(int, value) <= MAX_CTX:
-        raise ValueError(f"a count of {value}")
+        raise ValueError(f"the count {value} is out of range")
     return value
 
 
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_CTX:
-        raise ValueError(f"{value!r} pairs a head")
+        raise ValueError(f"{value!r} KV pairs per KV head are out of range")
     return float(value)
 
 
 def _message(data: Any) -> Message:
     role = _of(str, data["role"])
     if role not in ("system", "user", "assistant"):
-        raise ValueError(f"a role '{role}'")
+        raise ValueError(f"the role '{role}' is unknown")
     return Message(role, _of(str, data["text"]), [_picture(p) for p in data["pictures"]])
 
 
@@ -125,9 +125,9 @@ def encoded(path: str | os.PathLike[str]) -> bytes:
     try:
         name = os.fsencode(path)
     except TypeError:
-        raise UsageError(f"a session file is named by a path, not {path!r:.40}") from None
+        raise UsageError(f"the name of a session file must be a path, not {path!r:.40}") from None
     if b"\0" in name or not name:
-        raise UsageError("a session file needs a name")
+        raise UsageError("the path of a session file is empty or contains a zero byte")
     try:
         require_file(name)
     except OSError as error:
@@ -141,7 +141,8 @@ def read_note(path: str | os.PathLike[str], model: str) -> Note:
     found, data, whole = libkvedge.read_saved(encoded(path))
     if found != model:
         raise SessionFileError(
-            f"{os.fsdecode(path)} was saved with another model; load that one, or use another session file"
+            f"{os.fsdecode(path)} was saved with another model; load the model that saved it, or use another session "
+            f"file"
         )
     try:
         return replace(Note.decode(data), whole=whole)

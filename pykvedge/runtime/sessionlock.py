@@ -61,7 +61,7 @@ class SessionLock(Closing):
                     holder = _holder(handle)
                     os.close(handle)
                     raise SessionFileError(
-                        f"{self.path} is in use by another kvedge{holder}; wait until that has ended, "
+                        f"{self.path} is in use by another kvedge{holder}; wait until the other kvedge ends, "
                         "or use another session file"
                     ) from None
                 return handle  # the file system has no locks: continue without a lock
@@ -101,7 +101,7 @@ def _check_writable(path: Path, real: Path) -> None:
     except OSError:
         return  # the file does not exist yet, or opening it will report the error
     if not mode & 0o222 or not os.access(real, os.W_OK):
-        raise SessionFileError(f"{path} is read-only; allow writing to it, or copy it and go on with the copy")
+        raise SessionFileError(f"{path} is read-only; make {path} writable, or continue with a copy of the file")
 
 
 def _is_still(handle: int, file: Path) -> bool:

@@ -67,7 +67,7 @@ class Keep:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            why = f"cannot make the folder {folder}: {error.strerror}; name one with --keep-folder"
+            why = f"the folder {folder} cannot be created: {error.strerror}; name another folder with --keep-folder"
             raise UsageError(why) from None
         return str(folder)
 
@@ -176,8 +176,9 @@ class Settings:
         if not 0 <= self.threads <= MAX_THREADS:
             raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
         if self.threads > (there := os.cpu_count() or self.threads):
-            warnings.warn(f"{self.threads} threads wait for each other on {there} processors; 0 threads are as many "
-                          "as answer soonest", KvedgeWarning, stacklevel=3)  # fmt: skip
+            warnings.warn(f"{self.threads} threads are more than {there} processors, which makes answers slow; set "
+            f"threads to 0 "
+                          "to choose the number automatically", KvedgeWarning, stacklevel=3)  # fmt: skip
         _ = self.offload  # checks device and rpc
         self._check_caches()
         self._check_image_limits()
@@ -193,41 +194,50 @@ class Settings:
         if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
-            raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
+            raise UsageError("stream and bounded exclude each other; omit one")
         if self.stream and self.question_blind:
-            raise UsageError("a stream is compressed before its question in any case: leave question_blind out")
+            raise UsageError(
+                "question_blind has no meaning with stream, which always compresses before the "
+                "question; omit question_blind"
+            )
         if self.stream and self.undo:
-            raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
+            raise UsageError("stream and undo exclude each other, because a stream drops KV pairs for good; omit one")
         if self.stream and self.drafts:
-            raise UsageError("a stream forgets what it has read, so no draft can be taken back: choose one of the two")
+            raise UsageError("stream excludes lookup and exact, because a stream cannot remove draft tokens; omit one")
         if self.stream and KvType.parse(self.kv_type).quantised:
             raise UsageError(
-                f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"
+                f"stream does not work with kv_type {self.kv_type}, which would round rows at every compression; use "
+                f"f16 or bf16"
             )
 
     def _check_keep(self) -> None:
         if isinstance(self.age, bool) or not isinstance(self.age, (int, float)) or not 0 <= self.age < 1:
             raise UsageError(f"age must be a share below 1, such as 0.5, or 0 for none, not {self.age!r:.40}")
         if self.keep_folder and self.keep != "disk":
-            raise UsageError("keep_folder is where whole rows lie in a file: set keep to 'disk', or leave it out")
+            raise UsageError("keep_folder needs keep='disk': set keep to 'disk', or omit keep_folder")
         if self.keeping is None:
             if self.age:
-                raise UsageError("images that age come back from whole rows: set keep to 'ram' or 'disk'")
+                raise UsageError("age needs the uncompressed KV rows: set keep to 'ram' or 'disk', or omit age")
             if self.exact:
-                raise UsageError("exact answers are verified over whole rows: set keep to 'ram' or 'disk'")
+                raise UsageError("exact needs the uncompressed KV rows: set keep to 'ram' or 'disk', or omit exact")
             if self.keep_space != KEEP_SPACE:
-                raise UsageError("keep_space bounds whole rows: set keep to 'ram' or 'disk', or leave it out")
+                raise UsageError("keep_space needs keep: set keep to 'ram' or 'disk', or omit keep_space")
             if self.keep_type != "f16":
-                raise UsageError("keep_type is how whole rows are stored: set keep to 'ram' or 'disk', or leave it out")
+                raise UsageError("keep_type needs keep: set keep to 'ram' or 'disk', or omit keep_type")
             return
         if self.exact and self.keep_type != "f16":
-            raise UsageError("exact answers are verified over whole rows as they are: leave exact or keep_type out")
+            raise UsageError(
+                f"exact does not work with keep_type {self.keep_type}, which rounds rows; omit exact or keep_type"
+            )
         if self.stream or self.bounded:
-            raise UsageError("a stream and a bounded prompt drop rows for good, so keep does not go with them")
+            raise UsageError("keep excludes stream and bounded, which drop KV rows for good; omit one")
         if self.question_blind:
-            raise UsageError("with whole rows each question chooses for itself: leave keep or question_blind out")
+            raise UsageError(
+                "keep and question_blind exclude each other, because keep chooses KV pairs anew for "
+                "each question; omit one"
+            )
         if isinstance(self.positions, int):
-            raise UsageError("with whole rows positions go on counting: leave keep or the number of positions out")
+            raise UsageError("keep does not work with a number for positions; omit keep or positions")
 
     def _check_caches(self) -> None:
         for name, least in (("image_cache", 0), ("cache_size", 1)):
@@ -239,7 +249,7 @@ class Settings:
         if not isinstance(self.cache, (str, os.PathLike)) or not isinstance(name := os.fspath(self.cache), str):
             raise UsageError(f"cache must be the path of a folder, not {self.cache!r:.40}")
         if "\0" in name or not name:
-            raise UsageError("the path of the cache folder is empty or holds a zero byte")
+            raise UsageError("the path of the cache folder is empty or contains a zero byte")
 
     def _check_image_limits(self) -> None:
         for name in ("image_min_tokens", "image_max_tokens"):

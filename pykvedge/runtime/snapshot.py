@@ -36,11 +36,11 @@ class ImageSpan(NamedTuple):
         first, last, limit, fixed, *rest = given
         pairs, *more = rest or [0.0]
         if not all(type(n) is int for n in (first, last, limit)) or not isinstance(fixed, bool):
-            raise ValueError("an image that is none")
+            raise ValueError("the entry of an image has a wrong type")
         if more or type(pairs) not in (int, float) or not 0 <= pairs < 2**31:
-            raise ValueError("an image whose age cannot be")
+            raise ValueError("the age of an image is out of range")
         if not 0 <= first < last < 2**31 or not -1 <= limit < 2**31:
-            raise ValueError("an image whose tokens cannot be")
+            raise ValueError("the tokens of an image are out of range")
         return cls(first, last, limit, fixed, pairs)
 
 
@@ -98,7 +98,7 @@ class Snapshot:
             raise ValueError(str(error)) from None
         held, whole = numbers.pop("held"), [*counts.values(), *(n for one in lists.values() for n in one)]
         if given or not all(type(n) is int and n >= 0 for n in [*numbers.values(), *whole]):
-            raise ValueError("counts that are none")
+            raise ValueError("a count is negative or not a number")
         if not isinstance(held, (int, float)):
-            raise ValueError("pairs that are none")
+            raise ValueError("the number of KV pairs is not a number")
         return out

@@ -82,7 +82,8 @@ class Pace:
         if isinstance(step, ImagePiece) and vision is not None:
             if step.n_tokens > context.n_ubatch and vision.non_causal():
                 raise ContextError(
-                    f"an image of {step.n_tokens} tokens must come with the first message; start a new conversation"
+                    f"an image of {step.n_tokens} tokens is too large for a later message; start a new conversation "
+                    f"with this image"
                 )
             vision.encode(step, functools.partial(stop_if_set, cancel))
             self._sequence.read_step(step, want_logits=False)
@@ -100,10 +101,12 @@ class Pace:
             return
         if self._cache.stats().n_layers < model.n_layer:
             raise ContextError(
-                f"the context of {context.n_ctx} tokens is full: llama.cpp keeps some layers of this model, and --ctx "
-                "bounds its streams; raise --ctx"
+                f"the context of {context.n_ctx} tokens is full, because llama.cpp stores some layers of this model "
+                f"uncompressed; raise --ctx"
             )
-        raise ContextError(f"{n_tokens} tokens at a time do not fit a context of {context.n_ctx}; raise --ctx")
+        raise ContextError(
+            f"a piece of {n_tokens} tokens does not fit in the context of {context.n_ctx} tokens; raise --ctx"
+        )
 
     def measure(self, plan: Plan) -> tuple[Kv, Stream]:
         cache, model, sequence = self._cache, self._driver.model, self._sequence
