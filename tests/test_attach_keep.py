@@ -129,10 +129,10 @@ def test_what_cannot_be_kept_is_refused(native, tiny, tmp_path):
         llama(files, plan_of("snapkv"), kept={"keep": "tape"}),
     ):
         pass
-    with pytest.raises(UsageError, match="a second time"), llama(files, plan_of("kvzip"), kept=RAM):
+    with pytest.raises(UsageError, match="reads the conversation twice"), llama(files, plan_of("kvzip"), kept=RAM):
         pass
     with llama(files, plan_of("snapkv"), kept={"keep": pykvedge.Keep("disk", tmp_path)}) as (_, attached):
-        with pytest.raises(UsageError, match="a second time"):
+        with pytest.raises(UsageError, match="reads the conversation twice"):
             attached.set_plan("kvzip", 0.3)
         assert attached.plan.method == "snapkv"
 

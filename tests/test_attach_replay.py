@@ -74,7 +74,7 @@ def test_pictures_that_nobody_saw_are_refused_in_a_line_and_instructions_do_with
                 chat(llm, PICTURE, [picture_file()])
                 assert attached.replay_s > 0
                 continue
-            with pytest.raises(UnsupportedError, match=r"a way that kvedge does not know.*scorer\.source=instruction"):
+            with pytest.raises(UnsupportedError, match=r"kvedge does not know the content.*scorer\.source=instruction"):
                 chat(llm, PICTURE, [picture_file()])
             complete(llm, WORDS)  # prompts of text still work
             assert attached.replay_s > 0

@@ -144,12 +144,12 @@ def llava(tiny):
 def test_a_conversation_with_an_image(terminal, llava, picture_file):
     t = terminal(*llava)
     t.type(f"/image {picture_file()}\n")
-    assert "80 x 60" in t.shows("goes with the next message") + "80 x 60"
+    assert "80 x 60" in t.shows("sent with the next message") + "80 x 60"
     t.type("What is this?\n")
     assert "(16 image)" in t.answer()
     t.type("And what else?\n")
     second = t.answer()
-    assert "image" not in second and "of the last answer" in second
+    assert "image" not in second and "from the last answer" in second
     assert "\x1b[2mprompt " in t.raw  # dimmed
     t.raw = ""
     t.type("exit\n")
@@ -160,29 +160,29 @@ def test_commands(terminal, llava, picture_file):
     t = terminal(*llava)
     for typed, shown in [
         ("/help", "/image PATH"),
-        ("/stats", "nothing was asked yet"),
+        ("/stats", "no question was asked yet"),
         ("/method lokm", "did you mean 'lookm'"),
         ("/method", "/method needs a name"),
         ("/method lookm 2.5", "budget as a ratio"),
         ("/method h2o 0.5", "method h2o, budget 0.5"),
         ("/image", "/image needs a path"),
         ("/image nowhere.png", "nowhere.png does not exist"),
-        (f"/image '{picture_file()}'", "goes with the next message"),
-        ("/clear", "a new conversation"),
+        (f"/image '{picture_file()}'", "sent with the next message"),
+        ("/clear", "started a new conversation"),
         ("/staats", "did you mean '/stats'"),
         ("/image " + "x" * 800, "cannot be read: File name too long"),
         ("/image ~nobody-of-that-name/x.png", "home folder"),
-        ("/image file://elsewhere/x.png", "no file of this machine"),
+        ("/image file://elsewhere/x.png", "is not a file on this machine"),
         ("/image \u00ff\u2028", "does not exist"),
         ("/save ~nobody-of-that-name/x", "home folder"),
-        ("/save " + "x" * 800, "there is no conversation to save"),
-        ("/undo", "there is no message to take back"),
-        ("/retry", "there is no message to take back"),
-        ("/undo 3", "takes nothing after it"),
+        ("/save " + "x" * 800, "the session has no conversation to save"),
+        ("/undo", "there is no message to undo"),
+        ("/retry", "there is no message to undo"),
+        ("/undo 3", "/undo takes no value"),
         ("/drop", "/drop needs the number of a message"),
-        ("/drop 2", "turn 2 cannot be dropped: of 0, all but the first and the last can"),
-        ("/exit now", "/exit takes nothing after it"),
-        ("/budget", "/budget needs an amount"),
+        ("/drop 2", "turn 2 cannot be dropped: the conversation has 0 turns"),
+        ("/exit now", "/exit takes no value"),
+        ("/budget", "/budget needs a share of the prompt"),
         ("/budget 0", "at least 1 KV pair"),
         ("/budget 0.25", "method h2o, budget 0.25"),
         ("/set temp", "/set needs a name and a value"),
@@ -201,7 +201,7 @@ def test_commands(terminal, llava, picture_file):
         ("/set scorer.window 16", "scorer.window 16, from the next message on"),
         ("/set", "  scorer.window 16"),
         ("/method full", "method full"),
-        ("/budget 0.5", "keeps everything"),
+        ("/budget 0.5", "keeps all KV pairs"),
         ("<image> what?", "the prompt has 1 place for images (<image>), and no images were given"),
     ]:
         t.enter(typed, shown)
@@ -227,12 +227,12 @@ def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
     figures = re.compile(r"prompt \d+ tokens.*? \| KV [^|]*")
     assert figures.search(again)[0] == figures.search(second)[0]
     t.enter("/stats", "undo: ")
-    t.enter("/undo", "taken back: And that? and its 1 image")
-    t.enter("/undo", "one can be")
+    t.enter("/undo", "removed the last message and its answer: And that? and its 1 image")
+    t.enter("/undo", "only the last message")
     assert "image" not in question(t, "And that?")
     t.type("/clear\n")
     t.wait_for(PROMPT)
-    assert "of the last answer" in second and "of the last answer" not in question(t, "Hello")
+    assert "from the last answer" in second and "from the last answer" not in question(t, "Hello")
 
 
 def test_a_message_leaves_the_conversation(terminal, llava, picture_file):
@@ -240,18 +240,18 @@ def test_a_message_leaves_the_conversation(terminal, llava, picture_file):
     question(t, f"{picture_file()} What is this?")
     question(t, "And what is that?")
     question(t, "Hello")
-    t.enter("/drop 2", "dropped, with its answer: And what is that?")
-    t.enter("/drop 2", "of 2, all but the first and the last can")
+    t.enter("/drop 2", "removed message 2 and its answer: And what is that?")
+    t.enter("/drop 2", "the conversation has 2 turns")
     question(t, "Hello again")
 
 
 def test_a_message_that_was_taken_back_is_put_again(terminal, llava, picture_file):
     t = terminal(*llava, "--ctx", "512")
     first = question(t, f"{picture_file()} What is this?")
-    t.enter("/undo", "taken back: What is this? and its 1 image")
+    t.enter("/undo", "removed the last message and its answer: What is this? and its 1 image")
     again = question(t, "/retry")
     assert "(16 image, 1 from the cache)" in again and "(16 image)" in first
-    t.enter("/undo\n/undo", "there is no message to take back")
+    t.enter("/undo\n/undo", "there is no message to undo")
     t.enter("word " * 200, "kvedge: error: ")  # too long
     t.enter("/set seed 1\n/retry", "kvedge: error: ")
 
@@ -260,13 +260,13 @@ def test_without_copies_there_is_no_way_back(terminal, llava):
     t = terminal(*llava, "--no-undo")
     question(t, "Hello")
     question(t, "And?")
-    t.enter("/undo", "cannot be taken back")
+    t.enter("/undo", "cannot be undone")
 
 
 def test_a_stream_says_why_nothing_is_taken_back(terminal, llava):
     t = terminal(*llava, "--stream", "--method", "snapkv", "--budget", "64")
     question(t, "Hello")
-    t.enter("/retry", "a stream forgets what it has read")
+    t.enter("/retry", "a message of a stream cannot be undone")
 
 
 def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
@@ -296,9 +296,12 @@ def test_pictures_are_dragged_into_a_message(terminal, llava, picture_file, tmp_
     t = terminal(*llava)
     said = question(t, f"{tmp_path}/the\\ cat.png what is it?")
     assert "added the cat.png as image 1\n" in said and "(16 image)" in said
-    t.enter(f"file://{tmp_path}/the%20cat.png", "added the cat.png as image 2; it goes with the next message")
+    t.enter(f"file://{tmp_path}/the%20cat.png", "added the cat.png as image 2, sent with the next message")
     said = question(t, "And in nowhere.png?")
-    assert "there is no file nowhere.png; it stays text" in said and "(16 image, 1 from the cache)" in said
+    assert (
+        "the file nowhere.png does not exist, so its path stays text in the message" in said
+        and "(16 image, 1 from the cache)" in said
+    )
     (tmp_path / "broken.png").write_bytes(b"no picture")
     t.enter(f"what is '{tmp_path}/broken.png'?", "kvedge: error: ")
     t.type("/bye\n")
@@ -353,16 +356,16 @@ def test_a_history_that_cannot_be_kept_is_one_line(terminal, llava, state):
 def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, saved, kvedge, closing):
     model, file = saved
     arguments = [*model.arguments(), "--session", str(file), "--max-tokens", "4"]
-    holds = r"s\.kvs holds 1 answer, 1 image, (\d+) tokens of which (\d+) KV pairs a head are kept in [\d.]+ KiB, "
+    holds = r"s\.kvs holds 1 answer, 1 image, (\d+) tokens, (\d+) KV pairs kept per KV head, [\d.]+ KiB, "
     done = kvedge("chat", *arguments, "And?")
     found = re.match(holds + r"method lookm, budget 0\.25\n", done.err)
     assert found and 0 < int(found[2]) < int(found[1]), done.err
     assert "s.kvs" not in kvedge("chat", *arguments, "--quiet", "And?").err
     t = closing(Terminal(["chat", *arguments], {**environment, **XTERM, "XDG_STATE_HOME": str(state)}))
     t.shows("s.kvs holds 3 answers, 1 image")
-    t.enter("/undo", "there is no message to take back")
+    t.enter("/undo", "there is no message to undo")
     question(t, "More?")
-    t.enter("/undo", "taken back: More?")
+    t.enter("/undo", "removed the last message and its answer: More?")
     t.leave()
 
 

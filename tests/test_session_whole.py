@@ -142,7 +142,9 @@ def test_a_session_that_keeps_nothing_drops_them_and_says_so(whole):
     with model.session() as session:
         session.load(file)
         assert session.engine.cache.stats().whole_bytes == 0
-        assert any("whole rows, which this session drops" in note for note in say(session, "Why?").notes)
+        assert any(
+            "the uncompressed KV rows in the session file were dropped" in note for note in say(session, "Why?").notes
+        )
         assert say(session, "And?").notes == []
 
 
@@ -229,13 +231,13 @@ def test_the_command_saves_them(kvedge, tiny, native, tmp_path):
     assert texts == [text for _, _, text in talk(model, pykvedge.plan("snapkv", 0.3), keep="ram")]
     assert libkvedge.read_saved(str(file).encode())[2]
     dropped = kvedge("chat", *given, "--session", file, "And now?")
-    assert dropped.code == 0 and "which this session drops" in dropped.err
+    assert dropped.code == 0 and "the uncompressed KV rows in the session file were dropped" in dropped.err
     assert not libkvedge.read_saved(str(file).encode())[2]
     for wrong in (["--session", file, "--keep-saved"], keep):
         done = kvedge("chat", *given, *wrong, "Hello")
-        assert done.code == 2 and "--keep-saved belongs to --keep and --session" in done.err
+        assert done.code == 2 and "--keep-saved needs --keep and --session" in done.err
     done = kvedge("chat", *model.arguments(), "--method", "kvzip", "--session", file, *keep, "Hello")
-    assert done.code == 2 and "a second time" in done.err
+    assert done.code == 2 and "reads the conversation twice" in done.err
 
 
 def test_what_cannot_be_saved_is_refused(tiny, native, tmp_path):
@@ -246,7 +248,7 @@ def test_what_cannot_be_saved_is_refused(tiny, native, tmp_path):
             session.save(tmp_path / "s.kvs", whole=True)
     with model.session(pykvedge.plan("kvzip", 0.3), keep="ram") as session:
         say(session, WORDS)
-        with pytest.raises(UnsupportedError, match="a second time"):
+        with pytest.raises(UnsupportedError, match="reads the conversation twice"):
             session.save(tmp_path / "s.kvs", whole=True)
         session.save(tmp_path / "s.kvs")
     assert [path.name for path in tmp_path.iterdir()] == ["s.kvs"]

@@ -106,9 +106,9 @@ class AttachedPass:
         pieces = self._passage.last(n)
         if plan.settings("scorer")["source"] == "repeat" and sum(piece.n_tokens for piece in pieces) < n:
             raise UnsupportedError(
-                f"method '{plan.method}' reads the prompt again, and some of its {n} tokens came in a way that kvedge "
-                "does not know, such as pictures of another chat handler; use pykvedge.Session, or "
-                "scorer.source=instruction"
+                f"method '{plan.method}' reads the prompt again, but kvedge does not know the content of some of its "
+                f"{n} tokens, for example pictures of another chat handler; use pykvedge.Session, or "
+                f"scorer.source=instruction"
             )
         bindings = libraries.llama()
         vocabulary = Vocabulary(bindings, bindings.llama_get_model(self._llm.ctx))
@@ -120,7 +120,10 @@ class AttachedPass:
             room, begins = context.n_ctx - stats.n_tokens, n == stats.n_tokens
             chunks = list(parts(plan, pieces, n, room, self._requests, begins))
             if self._recorder is None and any(isinstance(one, ImagePiece) for part in chunks for one in part.pieces):
-                raise UnsupportedError("the chat handler was taken away, and with it the pictures")
+                raise UnsupportedError(
+                    "the pictures cannot be read again, because the model's chat handler was "
+                    "removed; set the chat handler again"
+                )
             sequence.run(sequence.second_pass(chunks, keep_logits=False), "", silent, None)
         finally:
             context.close()

@@ -56,7 +56,8 @@ class AttachedState:
     @property
     def scores(self) -> np.ndarray:
         raise StateError(
-            "this state was saved while kvedge was attached to the model; attach again to load it, or set a new cache"
+            "this state was saved while kvedge was attached to the model; attach kvedge again to load the state, or "
+            "set a new cache"
         )
 
 
@@ -74,7 +75,10 @@ class States:
         """Returns the state. Raises StateError for an uncompressed prompt with pictures, or after refused tokens."""
         llm, n = self._llm, self._llm.n_tokens
         if history.failed:
-            raise StateError("tokens were refused half-way, and what was read is not whole; ask again, and save then")
+            raise StateError(
+                "the state is incomplete, because reading the last tokens failed; send the request "
+                "again, then save the state"
+            )
         scores = llm.scores[: n if getattr(llm, "_logits_all", False) else 0]
         history = history.copy() if n > 0 else History()
         rows = self._pack(history) if n > 0 else b""
@@ -102,18 +106,21 @@ class States:
         """
         if not isinstance(state, AttachedState):
             raise StateError(
-                "this state was saved while kvedge was not attached to the model, and holds no rows of kvedge's; load "
-                "it after detach, or set a new cache"
+                "this state was saved while kvedge was not attached to the model, so it has no KV rows of kvedge; "
+                "load the state after detach, or set a new cache"
             )
         if state.model != self._model:
-            raise StateError("this state was saved with another model")
+            raise StateError("this state was saved with another model; load the state into the model that saved it")
         if state.n_tokens > len(self._llm.input_ids):
-            raise StateError(f"this state has {state.n_tokens} tokens, and n_ctx is {len(self._llm.input_ids)}")
+            raise StateError(
+                f"this state has {state.n_tokens} tokens, more than n_ctx {len(self._llm.input_ids)}; "
+                f"make the model with a larger n_ctx"
+            )
         same = state.recipe == by and bool(state.llama_state)
         if not same and not state.history.knows(state.n_tokens):
             raise StateError(
-                "this state was saved with another method, budget or type of keys and values, and holds pictures or "
-                "other tokens that cannot be read again; attach as it was then"
+                "this state was saved with another method, budget or KV type, and has pictures or other tokens that "
+                "cannot be read again; attach kvedge with the settings of the saved state"
             )
         return same
 

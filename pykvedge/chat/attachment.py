@@ -59,9 +59,11 @@ def attach(
     if isinstance(llm, type) or not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
     if not llm.ctx:
-        raise StateError("this model is closed; make it anew")
+        raise StateError("this model is closed; create a new llama_cpp.Llama")
     if "eval" in vars(llm):
-        raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
+        raise StateError(
+            "kvedge is already attached to this model; call set_plan or detach of the Attachment that attach returned"
+        )
     kept, line = keep if isinstance(keep, Keep) else Keep.of(keep), ""
     if method is None and not settings and profile is None:
         method, line = tuned.plan_or_default(llm.model_path, budget, second_pass=kept is None)
@@ -77,7 +79,7 @@ def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> P
     if not isinstance(method, Plan):
         return make_plan(method, budget, **settings)
     if budget is not None or settings:
-        raise UsageError("a Plan has its budget and settings already; change them with plan.with_(...)")
+        raise UsageError("a Plan excludes budget and settings; change the plan with plan.with_(...)")
     return method
 
 
@@ -96,7 +98,7 @@ class Attachment:
         libraries.llama()  # raises for a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan, self.tuned = plan, ""
-        self.guard = Guard("model", over="the cache was detached; attach again")
+        self.guard = Guard("model", over="kvedge was detached from the model; attach kvedge again")
         self._given = self._tables(plan, spare=False)
         folder = keep.made_folder() if keep is not None else ""
         if keep is not None:
@@ -140,7 +142,7 @@ class Attachment:
     def _wrapped_generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         inner, tokens = self._inner["generate"], list(tokens)
         if getattr(self._llm, "draft_model", None) is not None:
-            warnings.warn("draft_model does nothing while kvedge is attached; use pykvedge.Session(..., lookup=True)",
+            warnings.warn("draft_model has no effect while kvedge is attached; use pykvedge.Session(..., lookup=True)",
                           KvedgeWarning, stacklevel=2)  # fmt: skip
         given = inspect.signature(inner).bind(tokens, *args, **kwargs).arguments
         with self.guard:
@@ -153,11 +155,14 @@ class Attachment:
             while True:
                 with self.guard:
                     if self.guard.ending:  # a chat completion holds the guard: only this ends it
-                        raise StateError("kvedge was detached from the model while it generated")
+                        raise StateError("kvedge was detached from the model during an answer; attach kvedge again")
                     if signals.pending():
                         raise CancelledError
                     if self._asked is not steps or self._llm.n_tokens != n_tokens:
-                        raise StateError("the model has read something else since the last token; ask again")
+                        raise StateError(
+                            "the model has read other tokens since the last token of this answer; send "
+                            "the request again"
+                        )
                     try:
                         with _undrafted(self._llm):
                             token = steps.send(answer)
@@ -336,8 +341,8 @@ def _undrafted(llm: Any) -> Generator[None]:
 def _check_kept(plan: Plan) -> None:
     if replays(plan):
         raise UsageError(
-            f"method '{plan.method}' reads all of a conversation a second time, which attach does not hold; leave keep "
-            "out, or use pykvedge.Session"
+            f"attach cannot combine keep with method '{plan.method}', which reads the conversation twice; omit keep, "
+            f"or use pykvedge.Session"
         )
 
 
@@ -354,7 +359,7 @@ def _kv_type(llm: Any) -> KvType:
     wanted = llm.context_params.type_k, llm.context_params.type_v
     if not set(wanted) <= set(known):
         raise UnsupportedError(
-            f"kvedge stores keys and values as {', '.join(known.values())}; make the model with one of these as type_k "
-            "and type_v, or leave them out"
+            f"type_k or type_v of the model is not supported; create the model with one of "
+            f"{', '.join(known.values())}, or omit type_k and type_v"
         )
     return KvType(known[wanted[0]], known[wanted[1]])

@@ -101,8 +101,8 @@ class Conversation(Single):
         if not self.in_cache:
             if any(not p.n_bytes for m in self.messages for p in m.pictures):
                 raise StateError(
-                    "the pictures of this conversation were in the cache only, and it is gone; load the session file "
-                    "again, or start a new conversation"
+                    "the pictures of this conversation are lost with its cache; load the session file again, or "
+                    "start a new conversation"
                 )
             self.engine.close()
             self.release_all()
@@ -289,7 +289,7 @@ class Answer(Single):
     piece raises StateError.
     """
 
-    instead = "its `report` can"
+    instead = "copy its `report` instead"
 
     def __init__(self, conversation: Conversation, report: Report, generation: Generation) -> None:
         """generation: fills the report; the answer closes it at the end."""
@@ -300,7 +300,7 @@ class Answer(Single):
         self._pieces = self._generate()
 
     def __repr__(self) -> str:
-        state = self.report.finish if self._done else "not at its end"
+        state = self.report.finish if self._done else "not finished"
         return f"<Answer {self.report.text!r}, {state} | {self.report.line()}>"
 
     def _repr_html_(self) -> str:
@@ -316,7 +316,7 @@ class Answer(Single):
 
     def __next__(self) -> str:
         if self._taken:
-            raise StateError("another thread went on with the conversation, which ended this answer")
+            raise StateError("this answer ended, because another thread continued the conversation; ask again")
         if self._done:
             raise StopIteration
         with self._conversation.guard:
@@ -333,7 +333,7 @@ class Answer(Single):
         except StopIteration:
             self._finish()
             if self._conversation.guard.ending:
-                raise StateError("the session was closed while it answered") from None
+                raise StateError("the session was closed during the answer; open a new session") from None
             raise
         except GrammarError:  # happens between two tokens, so the cache is still valid
             self._finish()

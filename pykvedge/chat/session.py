@@ -82,7 +82,7 @@ class Session(Closing, Conversation):
     other thread's call, which raises CancelledError, and waits for it; the answer of that thread raises StateError.
     """
 
-    instead = "fork() makes another that stands where it does"
+    instead = "use fork() to make a second session with the same conversation"
     _asking: asyncio.Task[Any] | None = None  # the task that reads an answer of aask
 
     @signals.held()
@@ -179,7 +179,10 @@ class Session(Closing, Conversation):
             raise
         self._load_s, self._before, self._taken_back = 0.0, before, None
         if self._dropped_whole:
-            report.notes.append("the file has whole rows, which this session drops, as it keeps none (keep, --keep)")
+            report.notes.append(
+                "the uncompressed KV rows in the session file were dropped, because this session "
+                "does not keep rows (keep, --keep)"
+            )
             self._dropped_whole = False
         report.notes += [self._tuned] if self._tuned else []
         self._tuned = ""
@@ -207,7 +210,9 @@ class Session(Closing, Conversation):
 
         task, other = asyncio.current_task(), self._asking
         if self.answer is not None and other is not None and other is not task and not other.done():
-            raise StateError("another task is using this session; wait until it is done, or give each task its own")
+            raise StateError(
+                "another task is using this session; wait until that task ends, or give each task its own session"
+            )
         self._asking = task
         answer = await self._apart(self.ask, prompt, images, sampling)
         try:
@@ -247,11 +252,13 @@ class Session(Closing, Conversation):
         self._end_answer()
         before = self._before
         if self.settings.stream:
-            raise StateError("a stream forgets what it has read, so nothing of it can be taken back")
+            raise StateError("a message of a stream cannot be undone, because a stream drops KV pairs for good")
         if before is None or before.n_messages >= len(self.messages):
-            raise StateError("there is no message to take back: only the last one can be, and none was sent since")
+            raise StateError(
+                "there is no message to undo: only the last message of this session can be undone, and only once"
+            )
         if before.why_not:
-            raise StateError(f"the last message cannot be taken back: {before.why_not}")
+            raise StateError(f"the last message cannot be undone: {before.why_not}")
         message = next(m for m in self.messages[before.n_messages :] if m.role == "user")
         self._return_to(before)
         self._before = None
@@ -364,11 +371,13 @@ class Session(Closing, Conversation):
     def _limit_image(self, image: int, budget: float | int | None) -> None:
         self._end_answer()
         if not self.in_cache:
-            raise StateError("nothing was asked yet")
+            raise StateError("the session has no conversation yet; ask a question first")
         ages, n = self.engine.ages, sum(len(message.pictures) for message in self.messages)
         if len(ages) != n:
             name = self.model.path.name
-            raise UnsupportedError(f"{name} reads {n} images in {len(ages)} parts, so none has a number")
+            raise UnsupportedError(
+                f"images cannot be demoted or promoted: {name} reads {n} images in {len(ages)} parts"
+            )
         ages.limit(image, budget)
 
     @one_thread
@@ -383,11 +392,14 @@ class Session(Closing, Conversation):
         asked = [i for i, message in enumerate(self.messages) if message.role == "user"]
         if not isinstance(turn, numbers.Integral) or isinstance(turn, bool) or not 2 <= turn < len(asked):
             n = len(asked)
-            raise UsageError(f"turn {turn!r:.20} cannot be dropped: of {n}, all but the first and the last can")
+            raise UsageError(
+                f"turn {turn!r:.20} cannot be dropped: the conversation has {n} turns, and its first "
+                f"and last turn must stay"
+            )
         first, last = asked[turn - 1], asked[turn]
         begin, end = self._begins.get(first), self._begins.get(last)
         if not self.in_cache or begin is None or end is None:
-            raise StateError(f"turn {turn} cannot be dropped, as it was read together with others")
+            raise StateError(f"turn {turn} cannot be dropped, because its tokens were read together with other turns")
         self.engine.check_cut()
         with undoing(self.forget):
             self.engine.cut_out(begin, end)
@@ -423,10 +435,10 @@ class Session(Closing, Conversation):
         """
         encoded(path)  # raises for an invalid path
         if whole and self.settings.keeping is None:
-            raise UsageError("whole rows can be saved where they are kept: make the session with keep='ram' or 'disk'")
+            raise UsageError("whole=True needs the uncompressed KV rows: create the session with keep='ram' or 'disk'")
         self._end_answer()
         if not self.in_cache or not self.messages:
-            raise StateError("there is no conversation to save yet")
+            raise StateError("the session has no conversation to save yet; ask a question first")
         self.engine.save(path, fingerprint(self.model.header), self._note(whole))
         return Path(os.fsdecode(path)).stat().st_size
 
@@ -443,7 +455,7 @@ class Session(Closing, Conversation):
         note = read_note(path, model)
         if note.kv_type != self.settings.kv_type:
             name, kind = os.fsdecode(path), note.kv_type
-            raise UsageError(f"{name} holds keys and values as {kind}; use --kv-type {kind}")
+            raise UsageError(f"{name} stores keys and values as {kind}; use --kv-type {kind}")
         plan = note.plan if plan is None else plan
         self.check_plan(plan)
         self.check_drafts(plan)
@@ -468,7 +480,7 @@ class Session(Closing, Conversation):
         """
         self._end_answer()
         if not self.in_cache or not self.messages or self._loan is None:
-            raise StateError("there is no conversation to fork yet")
+            raise StateError("the session has no conversation to fork yet; ask a question first")
         model = fingerprint(self.model.header)
         at, note = self.engine.sequence.snapshot(model), self._note()
         settings: GivenSettings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}  # type: ignore
@@ -483,8 +495,8 @@ class Session(Closing, Conversation):
         sequence = self.engine.sequence
         if whole and self.engine.cache is not None and self.engine.cache.replays:
             raise UnsupportedError(
-                f"method '{self.plan.method}' reads all of a conversation a second time, which a file does not hold; "
-                "save it without whole rows"
+                f"uncompressed KV rows cannot be saved with method '{self.plan.method}', which reads the "
+                f"conversation twice; save with whole=False"
             )
         if whole := whole and sequence.saves_whole_rows:
             sequence.take_back()
@@ -539,8 +551,8 @@ class Session(Closing, Conversation):
     def _require_eyes(self, pictures: list[Picture]) -> None:
         if pictures and self._vision is None:
             raise UsageError(
-                f"{self.model.path.name} was loaded without an image encoder, so it cannot see images; "
-                "give the mmproj that belongs to it with --mmproj"
+                f"{self.model.path.name} was loaded without an image encoder, so it cannot read images; give the "
+                f"model's mmproj file with --mmproj"
             )
 
     def _end_answer(self) -> None:
@@ -552,7 +564,7 @@ def _check_prompt(prompt: str, n_pictures: int) -> None:
     """Raises UsageError for places without a picture, and for an empty prompt without pictures."""
     check_places(prompt, n_pictures)
     if not prompt.strip() and not n_pictures:
-        raise UsageError("the prompt is empty; write a question")
+        raise UsageError("the prompt is empty; give a question")
 
 
 def _free(engine: Engine | None, vision: Vision | None, loan: Loan) -> None:
