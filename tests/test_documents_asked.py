@@ -83,12 +83,16 @@ def test_conversations_at_a_terminal(native, scenes, kvedge, capfd):
     with demo(undo=True) as session:
         chat = Chat(session, pykvedge.Sampling(), Style(quiet=True), Display(enabled=False))
         commands.run(chat, f"/image '{scenes}[2-3]'")
-        assert "images 1 to 2: 2 pages of scenes.pdf go with the next message" in capfd.readouterr().err
+        assert "images 1 to 2: 2 pages of scenes.pdf, sent with the next message" in capfd.readouterr().err
         chat.answer(question(1, "image"))
         assert capfd.readouterr().out.strip() == CODES[1]
     told = kvedge("chat", "--image", scenes, "--method", "full", question(4))
     assert told.out.strip() == CODES[3]
-    for pages, says in (("[5]", "has 4 pages, and no page 5"), ("[]", "names no page"), ("[a]", "pages are numbers")):
+    for pages, says in (
+        ("[5]", "but page 5 was requested"),
+        ("[]", "not name a page"),
+        ("[a]", "pages must be numbers"),
+    ):
         kvedge("chat", "--image", f"{scenes}{pages}", "x").failed(2, says)
     fits = kvedge("fit", "--image", scenes, "--image", SCENES[0], "--json").json
     assert (fits["images"], fits["image_tokens"]) == (5, 144)
@@ -138,17 +142,17 @@ def test_documents_over_http(server, scenes):
         assert answered(server.client.post(path, json=body)) == CODES[3]
     for path, body in forms(data, "scenes.pdf[2,9]", "x"):
         answer = server.client.post(path, json=body)
-        assert answer.status_code == 400 and "scenes.pdf has 4 pages, and no page 9" in answer.text
+        assert answer.status_code == 400 and "scenes.pdf has 4 pages, but page 9 was requested" in answer.text
     for path, body in forms(b"nothing", "", "x"):
         answer = server.client.post(path, json=body)
-        assert answer.status_code == 400 and "is no PDF that can be read" in answer.text
+        assert answer.status_code == 400 and "cannot be read as a PDF" in answer.text
 
 
 def test_few_requests_wait_for_pages():
     defaults = Defaults(pykvedge.plan("full"), pykvedge.Sampling(), Sources())
     busy = Service(None, defaults, "m", "f", documents=MAX_DOCUMENTS)
     chat = parsed(ChatRequest, json.dumps(forms(b"%PDF-", "a.pdf", "x")[0][1]).encode())
-    with pytest.raises(pykvedge.RequestError, match="too many requests wait for pages") as refused:
+    with pytest.raises(pykvedge.RequestError, match="too many requests wait for PDF pages") as refused:
         asyncio.run(parsed_requests(busy, SimpleNamespace(scope={}), chat))
     assert refused.value.status == 503 and busy.documents == MAX_DOCUMENTS
 

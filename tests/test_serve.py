@@ -76,7 +76,7 @@ def test_what_is_kept_is_chosen_by_each_request(server):
     check_refused(server.chat(asks("?"), model=f"{name}@nothing-0.2"), "unknown method")
     for other in (f"other@{plan}", f"{name}@@{plan}"):  # an error, not the default plan
         error = check_refused(server.chat(asks("?"), model=other))
-        assert error["message"] == f"'{other}' is a plan of another model; this server has {name}@{plan}"
+        assert error["message"] == f"'{other}' names another model; this server has {name}@{plan}"
     assert server.chat(asks("?"), model="gpt@latest", max_tokens=1).status_code == 200
     assert server.chat(asks("?"), model="another@nothing-0.2", max_tokens=2).status_code == 200
     plan = server.client.post("/v1/kvedge/plan", json={"method": "snapkv", "budget": 0.5, "image_tokens": 0.5}).json()
@@ -155,7 +155,7 @@ def test_an_answer_has_one_form(server):
     schema = {"const": "yes"}
     assert server.text(asks(QUESTIONS[0]), json_schema=schema) == '"yes"'
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    check_refused(server.chat(asks(QUESTIONS[0]), json_schema=schema, response_format=form), "one form")
+    check_refused(server.chat(asks(QUESTIONS[0]), json_schema=schema, response_format=form), "exclude each other")
     assert server.text(asks(QUESTIONS[0]), regex="(yes|no)!") in ("yes!", "no!")
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     assert int(server.text(asks(QUESTIONS[0]), json_schema=digit)) in range(10)

@@ -253,13 +253,13 @@ def test_options_that_cannot_be(kvedge, refused, tmp_path):
     refused("serve", "--host", "0.0.0.0").failed(2, "--key-file")
     refused("serve", "--key-file", short).failed(2, "16")
     refused("serve", "--key-file", tmp_path / "none").failed(2, "cannot be read")
-    refused("serve", "--share-prompts").failed(2, "--share-prompts belongs to --key-file")
+    refused("serve", "--share-prompts").failed(2, "--share-prompts needs --key-file")
     refused("serve", "--memory", "much").failed(2, "--memory")
-    refused("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
+    refused("serve", "--image-folder", tmp_path / "none").failed(2, "is not a folder")
     refused("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")
     for number in ("4000000", str(2**70)):
         for command in ("serve", "tune"):
-            refused(command, "--parent-pid", number).failed(2, "--parent-pid", "no such process")
+            refused(command, "--parent-pid", number).failed(2, "--parent-pid", "does not exist")
     refused("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
 
 
@@ -271,7 +271,7 @@ def test_what_is_missing_of_the_extra_is_named(kvedge, tmp_path, missing):
     program.write_text(f"import sys; sys.modules['{missing}'] = None; from pykvedge.__main__ import main; main()")
     done = kvedge("serve", script=program, timeout=60)
     assert done.code == 2 and done.out == ""
-    assert done.err == f"kvedge: error: serving needs {missing}: pip install 'kvedge[serve]'\n"
+    assert done.err == f"kvedge: error: kvedge serve needs {missing}: pip install 'kvedge[serve]'\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -280,7 +280,7 @@ def test_a_signal_in_the_middle_of_an_answer(environment):
         with server.endless(HELLO, max_tokens=16000) as lines:
             server.process.send_signal(signal.SIGTERM)
             last = [line for line in lines if line]
-            assert "the server goes down" in last[-2] and last[-1] == "data: [DONE]"
+            assert "the server is shutting down" in last[-2] and last[-1] == "data: [DONE]"
         _, err = server.process.communicate(timeout=60)
         assert server.process.returncode == 0 and "Traceback" not in err, err
 
@@ -311,7 +311,7 @@ def test_a_folder_that_cannot_keep_conversations_is_said(kvedge, environment, tm
         assert server.text(asks(QUESTION, SCENES[0]))
         (tmp_path / "park").rmdir()
         code, _, said = server.end()
-        assert code == 0 and "what was written there is gone" in said
+        assert code == 0 and "an entry was not saved, because its file was removed" in said
 
 
 def test_a_folder_that_is_damaged_or_full_costs_time_only(environment, tmp_path):

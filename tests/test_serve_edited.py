@@ -103,18 +103,22 @@ def test_what_cannot_be_is_refused(server, environment):
     say(server, messages, QUESTIONS[0], SCENES[3])
     more = {"role": "user", "content": "And now?"}
     changed = [{"role": "user", "content": "What is the color?"}, messages[1], more]
-    refused(server, changed, "knows no conversation", "leave it out")
-    refused(server, [*asks(QUESTIONS[0], SCENES[1]), messages[1], more], "knows no conversation")  # another picture
-    refused(server, [messages[0], {"role": "assistant", "content": "no"}, more], "knows no conversation")
+    refused(server, changed, "has no conversation with the same texts", "omit kvedge.edited")
+    refused(
+        server, [*asks(QUESTIONS[0], SCENES[1]), messages[1], more], "has no conversation with the same texts"
+    )  # another picture
+    refused(
+        server, [messages[0], {"role": "assistant", "content": "no"}, more], "has no conversation with the same texts"
+    )
     refused(server, [*messages, more], "edited", status=400, kvedge={"edited": "forget"})
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     tools = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "red"}]
-    refused(server, [*messages, more, *tools], "by a message of the user's")
+    refused(server, [*messages, more, *tools], "the last three messages must be")
     kvzip = {"method": "kvzip", "budget": 0.5}
     twice = []
     say(server, twice, QUESTIONS[0], SCENES[3], **kvzip)
     twice[0]["content"] = QUESTIONS[0]
-    refused(server, [*twice, more], "whole rows were not kept", kvedge={**kvzip, **EDITED})
+    refused(server, [*twice, more], "uncompressed KV rows", kvedge={**kvzip, **EDITED})
     prompt = {"prompt": "Hello", "n_predict": 2, "kvedge": EDITED}
     assert server.client.post("/completion", json=prompt).status_code == 400
     for options, words in ((("--keep", "ram", "--exact"), "exact"), ((), "--keep ram or --keep disk")):
@@ -132,7 +136,7 @@ def test_another_key_knows_nothing(environment, tmp_path):
         messages[0]["content"] = QUESTIONS[0]
         messages.append({"role": "user", "content": "And now?"})
         server.client.headers["Authorization"] = "Bearer a81d7c93e2f04b56"
-        refused(server, messages, "knows no conversation")
+        refused(server, messages, "has no conversation with the same texts")
         server.client.headers["Authorization"] = "Bearer 3f9c0e5d1b7a4c62"
         assert read(say(server, messages, **EDITED))[2] == 1
 

@@ -85,7 +85,7 @@ def test_a_conversation_without_whole_rows_is_read_again(scheduled):
         report, ids, _ = ask(scheduler, messages, SECOND, pykvedge.plan(*plan))
         assert ids == expected and report.drafts.exact and report.tokens.reused == 0
     report, _, _ = ask(small, messages, SECOND, pykvedge.plan("snapkv", 0.1))
-    assert report.drafts.exact is False and "whole rows are not kept" in report.notes[0]
+    assert report.drafts.exact is False and "--keep has no effect on this conversation" in report.notes[0]
     assert not small.park._held and not small.park._read
 
 

@@ -41,7 +41,7 @@ def test_it_gives_way_to_a_request_and_goes_on_afterwards(environment, tmp_path)
         assert figures.read_bytes().startswith(measured)
         code, _, said = server.end(signal.SIGINT)
         assert code == 0 and not second.is_running()
-        assert said.count("tuned after 0.3 s without a request") == 1 and "Traceback" not in said
+        assert said.count("tunes the model after 0.3 s without a request") == 1 and "Traceback" not in said
 
 
 def test_it_ends_with_a_server_that_is_killed(environment, tmp_path):
@@ -62,8 +62,8 @@ def test_it_has_the_least_priority(environment, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--list"], "tuning is done; the server takes the plan when it starts the next time (kvedge tune --show)"),
-        (["--model", "none.gguf"], "error: tuning asks about pictures"),
+        (["--list"], "tuning is complete; the server uses the plan after its next start (kvedge tune --show)"),
+        (["--model", "none.gguf"], "error: kvedge tune needs the image encoder"),
     ],
 )
 def test_its_end_is_told_once(arguments, told, monkeypatch):
@@ -82,9 +82,9 @@ def test_a_tuned_model_is_left_alone(environment, tmp_path, monkeypatch):
     with serving({**environment, "XDG_CONFIG_HOME": str(tmp_path)}, program=("-c", SOON, *OPTIONS)) as server:
         time.sleep(1)
         assert tuner(server) is None
-        assert "--tune does nothing: demo-model.gguf is tuned" in server.end()[2]
+        assert "--tune has no effect: demo-model.gguf is already tuned" in server.end()[2]
 
 
 def test_models_that_cannot_be_tuned_are_refused(kvedge, tiny):
     done = kvedge("serve", "--model", tiny("llama").model, "--tune", "5")
-    done.failed(2, "--tune asks about pictures")
+    done.failed(2, "--tune needs the image encoder")

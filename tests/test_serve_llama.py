@@ -280,7 +280,7 @@ def test_what_ends_and_forms_a_completion(server, model):
     ("path", "body", "says"),
     [
         ("/completion", {}, "prompt: Field required"), ("/completion", {"prompt": []}, "prompt"),
-        ("/completion", {"prompt": [1, [2]]}, "beside them"),
+        ("/completion", {"prompt": [1, [2]]}, "token numbers"),
         ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "n_probs": 99}, "n_probs"),
         ("/completion", {"prompt": ["a"] * 65}, "at most 64"),

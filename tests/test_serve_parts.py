@@ -21,49 +21,49 @@ def content(*parts):
 
 TEXT = {"type": "text", "text": "x"}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-OF_MESSAGES = "text, image, document, tool_use, tool_result, thinking and redacted_thinking are"
+OF_MESSAGES = "use text, image, document, tool_use, tool_result, thinking or redacted_thinking"
 REFUSED = [
     (CHAT, content(TEXT, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
-     "messages.0.content.1: parts of type input_audio are not supported; text, image_url, file and refusal are"),
+     "messages.0.content.1: parts of type input_audio are not supported; use text, image_url, file or refusal"),
     (CHAT, content({"type": "file", "file": {"file_id": "a"}}),
-     "messages.0.content.0.file: files by file_id are not supported; send file_data, as "
+     "messages.0.content.0.file: file_id is not supported; send file_data with "
      "data:application/pdf;base64,..."),
     (CHAT, content({"type": "file", "file": {"file_data": "data:text/plain;base64,eA=="}}),
-     "a file's data: URL is data:application/pdf;base64, and then a PDF in base64"),
+     "a data: URL of a file must be data:application/pdf;base64, followed by a PDF in base64"),
     (CHAT, content({"type": "text"}), "messages.0.content.0.text: Field required"),
-    (CHAT, content({"text": "x"}), "messages.0.content.0: it has no type"),
+    (CHAT, content({"text": "x"}), "messages.0.content.0: the field type is missing"),
     (CHAT, content("x"), "messages.0.content.0: Input should be an object"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]},
      "messages.0.content: Input should be a valid string, or: Input should be a valid array"),
     (CHAT, {"messages": ASKED, "functions": [{"name": "a"}],
             "tools": [{"type": "function", "function": {"name": "a"}}]},
-     "the body: tools and functions are two names of the same; give one of them"),
+     "the body: tools and functions exclude each other; give tools"),
     (MESSAGES, {"max_tokens": 5, **content({"type": "search_result", "source": {}})},
      f"messages.0.content.0: parts of type search_result are not supported; {OF_MESSAGES}"),
     *((MESSAGES, {"max_tokens": 5, **content({"type": "document", "source": source})}, f"messages.0.content.0: {says}")
       for source, says in (
           ({"type": "url", "url": "https://a.example/a.pdf"},
-           "documents of source 'url' are not supported; PDFs of source 'base64' are"),
+           "documents with source type 'url' are not supported; send a PDF with source type 'base64'"),
           ({"type": "text", "media_type": "text/plain", "data": "x"},
-           "documents of source 'text' are not supported; PDFs of source 'base64' are"),
+           "documents with source type 'text' are not supported; send a PDF with source type 'base64'"),
           ({"type": "base64", "media_type": "text/plain", "data": "eA=="},
-           "documents of 'text/plain' are not supported; 'application/pdf' is"))),
+           "documents with media type 'text/plain' are not supported; send 'application/pdf'"))),
     (MESSAGES, {"max_tokens": 5, **content({"type": "image", "source": {"type": "file", "file_id": "a"}})},
-     "messages.0.content.0.source: sources of type file are not supported; base64 and url are"),
+     "messages.0.content.0.source: sources of type file are not supported; use base64 or url"),
     (MESSAGES, {"max_tokens": 5, **content({"type": "tool_result", "tool_use_id": "a", "content": [
         {"type": "search_result"}]})},
-     "messages.0.content.0.content.0: parts of type search_result are not supported; text, image and document are"),
+     "messages.0.content.0.content.0: parts of type search_result are not supported; use text, image or document"),
     (MESSAGES, {"max_tokens": 5, "messages": [*ASKED, {"role": "assistant", "content": [
         {"type": "image", "source": {"type": "url", "url": data_url(SCENE)}}]}, *ASKED]},
-     "messages.1: pictures belong to messages of the user or a tool"),
+     "messages.1: only messages of the roles user and tool may have pictures"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
-     "input.0.content.0: files by file_id are not supported; send file_data, as data:application/pdf;base64,..."),
+     "input.0.content.0: file_id is not supported; send file_data with data:application/pdf;base64,..."),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
      "input.0.content.0: parts of type input_audio are not supported; "
-     "input_text, output_text, text, input_image, input_file and refusal are"),
+     "use input_text, output_text, text, input_image, input_file or refusal"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]},
      "input.0: items of type item_reference are not supported; "
-     "message, function_call, function_call_output and reasoning are"),
+     "use message, function_call, function_call_output or reasoning"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
     *((path, {**asked, "tool_choice": {"type": kind}},
        f"tool_choice: a choice of type {kind} is not supported; none, auto, required and one function are")
@@ -73,7 +73,7 @@ REFUSED = [
        f"{name}: /v1/chat/completions tells how likely tokens are, by logprobs and top_logprobs")
       for name, value in (("include", ["message.output_text.logprobs"]), ("top_logprobs", 2))),
     *((RESPONSES, {"input": "x", name: value},
-       f"{name}: nothing is stored here; send the whole conversation, and wait for the answer")
+       f"{name} is not supported, because this server stores no responses; send the whole conversation")
       for name, value in (("background", True), ("conversation", "c1"), ("prompt", {"id": "p1"}))),
     ("/completion", {"prompt": "x", "logit_bias": [[1]]}, "logit_bias.0: Field required"),
     (MESSAGES, {"max_tokens": 5, "messages": ASKED, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -161,7 +161,7 @@ def test_a_request_changes_the_servers_plan_where_it_says_so():
     for wrong in ({"settings": {"sink": 3}}, {"settings": {"recent": "x"}}, {"settings": {"scorer.x": 1}}):
         with pytest.raises(UsageError):
             asked(**wrong)
-    with pytest.raises(BudgetError, match="keeps everything"):
+    with pytest.raises(BudgetError, match="keeps all KV pairs"):
         plan_of(Compression(budget=0.3), pykvedge.plan("full"))
 
 

@@ -77,7 +77,7 @@ class RunningProcess(click.ParamType):
 
         number: int = click.IntRange(1).convert(value, param, context)
         if not memory.is_running(number):
-            self.fail(f"there is no such process: {number}", param, context)
+            self.fail(f"process {number} does not exist", param, context)
         return number
 
 

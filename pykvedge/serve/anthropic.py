@@ -61,9 +61,14 @@ class DocumentBlock(Wire):
     def _is_pdf(self) -> DocumentBlock:
         source = self.source
         if source.type != "base64":
-            raise ValueError(f"documents of source '{source.type:.40}' are not supported; PDFs of source 'base64' are")
+            raise ValueError(
+                f"documents with source type '{source.type:.40}' are not supported; send a PDF with "
+                f"source type 'base64'"
+            )
         if source.media_type != "application/pdf":
-            raise ValueError(f"documents of '{source.media_type:.40}' are not supported; 'application/pdf' is")
+            raise ValueError(
+                f"documents with media type '{source.media_type:.40}' are not supported; send 'application/pdf'"
+            )
         return self
 
 

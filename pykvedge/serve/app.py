@@ -101,8 +101,11 @@ def _route(service: Service, path: str, handler: Handler, body: type[Wire] | Non
 
 async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    what = {404: f"there is no {http.url.path:.100}", 405: f"{http.url.path:.100} takes another method"}
-    response = errors.response(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
+    path = f"{http.url.path:.100}"
+    what = {404: f"the path {path} does not exist", 405: f"{path} does not allow the method {http.method:.20}"}
+    response = errors.response(
+        RequestError(status, what.get(status, "the server cannot answer this request"), "not_found")
+    )
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)  # Allow, as RFC 9110 requires
     return response
@@ -153,7 +156,7 @@ def _described(service: Service) -> dict[str, Any]:
 async def _methods(service: Service, http: HttpRequest) -> Response:
     """Answers with the methods that this model can follow, and with the reason for each other method."""
     why, names = service.scheduler.preparer.why_no_replay(), sorted(presets.methods())
-    barred = {name: f"it goes by a second pass over the prompt: {why}" for name in names
+    barred = {name: f"the method needs a second pass over the prompt: {why}" for name in names
               if why and native_plan.replays(making.plan(name))}  # fmt: skip
     methods = [name for name in names if name not in barred]
     default = json.loads(service.defaults.plan.to_json())
@@ -171,6 +174,6 @@ async def _page(service: Service, http: HttpRequest) -> Response:
     name = http.path_params.get("name", "index.html")
     path = _PAGE_FILES.get(name)
     if path is None:
-        raise RequestError(404, f"the page has no {name:.80}", "not_found")
+        raise RequestError(404, f"the page has no file {name:.80}", "not_found")
     kind = _PAGE_KINDS.get(path.suffix, "application/octet-stream")
     return FileResponse(path, media_type=kind, headers=_PAGE_HEADERS)

@@ -80,7 +80,11 @@ def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
     """Returns the variables of the chat template, except the tools. Raises RequestError."""
     values: dict[str, Any] = dict(given.chat_template_kwargs or {})
     if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & values.keys():
-        raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
+        raise RequestError(
+            400,
+            f"chat_template_kwargs: {min(reserved)} is reserved for the server; omit {min(reserved)}",
+            "invalid_value",
+        )
     if given.reasoning_effort not in (None, "none"):
         values.setdefault("reasoning_effort", given.reasoning_effort)
     if defaults.dialects is not None and defaults.dialects.knows_thinking:
@@ -122,7 +126,12 @@ def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
     plan, sampling = plan_of(given.kvedge, named_plan(given.model, defaults)), sampling_of(given, defaults)
     asked = given.kvedge or Compression()
     if asked.edited is not None:
-        raise RequestError(400, "kvedge.edited: a prompt is no conversation", "unsupported", "kvedge")
+        raise RequestError(
+            400,
+            "kvedge.edited works only for conversations, not for a prompt; omit kvedge.edited",
+            "unsupported",
+            "kvedge",
+        )
     prompt = Prompt(tuple(given.prompt), tuple(pictures.all), given.keep)
     return Request([], plan, sampling, patches=asked.patches, read_only=_limit(given) == 0, prompt=prompt)
 
@@ -163,7 +172,7 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
         role = "system" if message.role == "developer" else message.role
         text, seen = _content(message, i, sources, pictures)
         if seen and role not in ("user", "tool"):
-            raise wrong(f"messages.{i}", "pictures belong to messages of the user or a tool")
+            raise wrong(f"messages.{i}", "only messages of the roles user and tool may have pictures")
         if role == "system" and len(out) == 1 and out[0].role == "system":
             out[0] = Message("system", f"{out[0].text}\n\n{text}")
             continue
@@ -171,10 +180,10 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
     before = out[-2].role if len(out) > 1 else "assistant"
     begun = out[-1].role == "assistant" != before and out[-1].text.strip() and not out[-1].fields.keys() - {"name"}
     if out[-1].role not in ("user", "tool") and not begun:
-        why = "the last one is the user's or a tool's, to be answered, or the assistant's text alone, to go on with"
+        why = "the last message must have the role user or tool, or be text of the role assistant to continue"
         raise wrong("messages", why)
     if out[-1].role == "user" and not out[-1].text.strip() and not out[-1].pictures:
-        raise wrong("messages", "the last one is empty")
+        raise wrong("messages", "the last message is empty")
     return out
 
 
@@ -193,7 +202,9 @@ class _Pictures:
     def room(self) -> int:
         """Returns how many more pictures the request may have. Raises RequestError if none."""
         if len(self.all) >= MOST_PICTURES:
-            raise RequestError(400, f"{self.field}: at most {MOST_PICTURES} pictures", "too_many_images", self.field)
+            raise RequestError(
+                400, f"{self.field}: a request may have at most {MOST_PICTURES} pictures", "too_many_images", self.field
+            )
         return MOST_PICTURES - len(self.all)
 
     def add(self, picture: Picture) -> Picture:
@@ -201,7 +212,12 @@ class _Pictures:
         self.room()
         if sum(one.in_file or one.width * one.height for one in [*self.all, picture]) > MOST_PIXELS:
             most = MOST_PIXELS // 10**6
-            raise RequestError(400, f"{self.field}: at most {most} million pixels", "too_many_pixels", self.field)
+            raise RequestError(
+                400,
+                f"{self.field}: the pictures of a request may have at most {most} million pixels together",
+                "too_many_pixels",
+                self.field,
+            )
         if sum(len(one.rgb) for one in self.all) + len(picture.rgb) > _HELD:
             picture = self._pixel_file.put(picture)
         self.all.append(picture)
@@ -217,7 +233,7 @@ def _content(message: WireMessage, i: int, sources: Sources, pictures: _Pictures
             continue
         room = pictures.room()
         if not part.url:
-            raise wrong(f"messages.{i}", "an image_url without a url")
+            raise wrong(f"messages.{i}", "an image_url needs a url")
         shown: Iterable[Picture] = ()
         if isinstance(part, FilePart):
             shown = sources.pages(part.url, part.file.filename or "document.pdf", room)
@@ -249,7 +265,7 @@ def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, 
         try:
             json.loads(arguments)
         except (ValueError, RecursionError):
-            raise wrong("messages", "the arguments of a tool call are no JSON") from None
+            raise wrong("messages", "the arguments of a tool call are not JSON") from None
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -275,7 +291,7 @@ def named_plan(model: str | None, defaults: Defaults) -> Plan:
             raise
         return defaults.plan
     if name != defaults.name:
-        raise UsageError(f"'{model:.80}' is a plan of another model; this server has {defaults.name:.80}@{text}")
+        raise UsageError(f"'{model:.80}' names another model; this server has {defaults.name:.80}@{text}")
     return plan
 
 
@@ -285,7 +301,7 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
         return default
     settings: dict[str, Any] = dict(given.settings)
     for name in sorted({"method", "budget", "params"} & set(settings)):
-        raise UsageError(f"'{name}' is no setting: method and budget are fields beside settings, which hold the rest")
+        raise UsageError(f"'{name}' is not allowed in kvedge.settings; give method and budget as fields of kvedge")
     if given.image_tokens is not None:
         settings["image_tokens"] = given.image_tokens
     if given.pruner is not None:
@@ -348,7 +364,7 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
     forms: list[tuple[str, Any]] = []
     if given.grammar:
         if "::=" not in given.grammar:
-            raise wrong("grammar", 'it has no rule, as root ::= "yes" | "no"')
+            raise wrong("grammar", 'the grammar has no rule; write for example root ::= "yes" | "no"')
         forms.append(("grammar", given.grammar))
     if given.json_schema is not None:
         forms.append(("json_schema", given.json_schema))
@@ -358,10 +374,12 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
         forms.append(("json_schema", schema))
     forced = isinstance(given, ChatRequest) and calling.is_forced(given)
     if isinstance(given, ChatRequest) and forced and not given.tools:
-        raise wrong("tool_choice", "there are no tools")
+        raise wrong("tool_choice", "the request has no tools; add tools, or omit tool_choice")
     if len(forms) + forced > 1:
         raise RequestError(
-            400, "an answer has one form: grammar, json_schema, regex, response_format or a tool call", "invalid_value"
+            400,
+            "grammar, json_schema, regex, response_format and a forced tool call exclude each other; give one of them",
+            "invalid_value",
         )
     return dict(forms)
 
@@ -371,5 +389,5 @@ def _schema(form: wire.ResponseFormat) -> dict[str, Any] | None:
         return None
     given = form.json_schema.schema_ if form.json_schema is not None else form.schema_
     if form.type == "json_schema" and given is None:
-        raise wrong("response_format", "json_schema without a schema")
+        raise wrong("response_format", "the type json_schema needs a schema")
     return given if given is not None else {"type": "object"}

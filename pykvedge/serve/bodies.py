@@ -44,7 +44,7 @@ class Bounds:
             between = body[at:end]
             values += between.count(b",") + between.count(b"{") + between.count(b"[")
             if values > self.values:
-                raise RequestError(413, f"the body has more than {self.values} values", "too_large")
+                raise RequestError(413, f"the body has more than {self.values} JSON values; send less", "too_large")
             depth = self._depth(between, depth)
             if quote < 0:
                 return pictures
@@ -56,7 +56,11 @@ class Bounds:
             if picture and plain:
                 pictures += at - quote
                 if at - quote > _PICTURE:
-                    raise RequestError(413, f"one text of the body has {(at - quote) >> 20} MiB", "too_large")
+                    raise RequestError(
+                        413,
+                        f"a text in the body has {(at - quote) >> 20} MiB, more than {_PICTURE >> 20} MiB; send less",
+                        "too_large",
+                    )
             elif at - pictures > self.text:
                 raise self._long(len(body))
 
@@ -81,7 +85,8 @@ class Bounds:
 
     def _long(self, n_bytes: int) -> RequestError:
         most = f"{self.text / (1 << 20):.3g} MiB"
-        return RequestError(400, f"the body has {n_bytes / (1 << 20):.3g} MiB; beside its pictures it may have {most}; "
+        return RequestError(400, f"the body has {n_bytes / (1 << 20):.3g} MiB; without its pictures it may have "
+        f"{most}; "
                             "more exceeds the available context size", TOO_LONG, "messages")  # fmt: skip
 
 

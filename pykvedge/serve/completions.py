@@ -37,7 +37,7 @@ _QUIET_S = 10.0  # seconds of silence before a comment is sent, because proxies 
 async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
     """Answers a chat request. Raises RequestError and the errors of the scheduler."""
     if given.add_generation_prompt is False and given.messages[-1].role != "assistant":
-        why = "false is for a last message of the assistant's, or for /apply-template"
+        why = "false needs a last message of the role assistant; omit this field"
         raise errors.wrong("add_generation_prompt", why)
     waiting = await asked(service, http, given)
     if not given.stream:

@@ -212,7 +212,7 @@ class Decoder:
         if self._driver.cache is not None and before is not None:
             slot.sequence.restore(before, self._preparer.model_name)
             if slot.job.demoted and not self._driver.cache.stats(slot.sequence.number).whole_bytes:
-                raise unknown_conversation("of the one that it was, whole rows were not kept")
+                raise unknown_conversation("the uncompressed KV rows of the earlier conversation were not kept")
             for i in slot.job.demoted:
                 slot.sequence.limit_image(i, 0)
             self._count(slot, self._driver.cache)
@@ -318,7 +318,7 @@ class Decoder:
     def _read_on(self, slot: Slot, n_tokens: int) -> None:
         """Continues after a part of a prompt was read: with the next part, or with the answer."""
         if slot.passes is None:
-            raise StateError("nothing of the prompt was to be read")
+            raise StateError("the prompt has no unread tokens")
         try:
             slot.next_piece = slot.passes.send(n_tokens)
         except StopIteration:

@@ -60,7 +60,7 @@ def of(error: Exception) -> RequestError:
     if isinstance(error, ImageError):
         return RequestError(400, text, "invalid_image", "messages")
     if isinstance(error, CancelledError):
-        return RequestError(503, "the answer was given up, because the server goes down", "cancelled", retry_s=5)
+        return RequestError(503, "the answer was stopped, because the server is shutting down", "cancelled", retry_s=5)
     if isinstance(error, StateError):
         return RequestError(503, text, "unavailable", retry_s=5)
     if isinstance(error, OutOfMemoryError):

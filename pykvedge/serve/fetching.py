@@ -40,12 +40,14 @@ class Fetching:
     async def all(self, urls: Iterable[str]) -> dict[str, bytes]:
         """Returns the bytes behind https: URLs, by URL. Raises ImageError, RequestError."""
         if self._requests >= _REQUESTS:
-            raise RequestError(503, "too many requests wait for pictures of other servers", "busy", retry_s=5)
+            raise RequestError(503, "too many requests are downloading pictures; try again later", "busy", retry_s=5)
         self._requests += 1
         try:
             return await asyncio.wait_for(_fetched(dict.fromkeys(urls)), _SECONDS)
         except (TimeoutError, asyncio.TimeoutError):
-            raise ImageError(f"fetching pictures takes longer than {_SECONDS:.0f} seconds") from None
+            raise ImageError(
+                f"downloading the pictures takes longer than {_SECONDS:.0f} seconds; send the pictures as data: URLs"
+            ) from None
         finally:
             self._requests -= 1
 
@@ -76,7 +78,7 @@ async def fetch(url: str, left: list[int]) -> bytes:
             if isinstance(found, bytes):
                 return found
             url = urljoin(url, found)
-    raise ImageError("the URL of a picture leads elsewhere again and again")
+    raise ImageError(f"the URL of a picture redirects more than {_REDIRECTS} times; send the final URL")
 
 
 def _checked(url: str) -> str:
@@ -88,7 +90,7 @@ def _checked(url: str) -> str:
     except ValueError:
         good = False
     if not good:
-        raise ImageError("the URL of a picture is https://HOST/PATH, also where it leads elsewhere")
+        raise ImageError("the URL of a picture, and each redirect, must have the form https://HOST/PATH")
     where = f"[{host}]" if ":" in host else host
     query = f"?{quote(parts.query, _SAFE)}" if parts.query else ""
     return f"https://{where}{port}{quote(parts.path, _SAFE) or '/'}{query}"
@@ -102,17 +104,17 @@ async def _get(pool: httpcore.AsyncConnectionPool, url: str, left: list[int]) ->
                 places = [value for name, value in response.headers if name.lower() == b"location"]
                 return places[0].decode("latin-1") if places else ""
             if response.status != 200:
-                raise ImageError(f"the host of a picture answers with status {response.status}")
+                raise ImageError(f"the picture cannot be downloaded: its host answers with status {response.status}")
             data = bytearray()
             async for part in response.aiter_stream():
                 data += part
                 left[0] -= len(part)
                 if len(data) > MOST_BYTES or left[0] < 0:
-                    raise ImageError(f"a picture's file may have {MOST_BYTES >> 20} MiB, and those that are fetched "
-                                     f"for a request {_REQUEST_BYTES >> 20} MiB together")  # fmt: skip
+                    raise ImageError(f"a downloaded picture may have at most {MOST_BYTES >> 20} MiB, and all pictures "
+                                     f"of a request at most {_REQUEST_BYTES >> 20} MiB")  # fmt: skip
             return bytes(data)
     except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
-        raise ImageError(f"a picture cannot be fetched: {error or type(error).__name__}") from None
+        raise ImageError(f"the picture cannot be downloaded: {error or type(error).__name__}") from None
 
 
 @functools.cache
@@ -128,7 +130,7 @@ class _Public(httpcore.AsyncNetworkBackend):
 
     async def connect_tcp(self, host: str, port: int, *args: Any, **more: Any) -> httpcore.AsyncNetworkStream:
         """Connects to a host. Raises ImageError for a host that is not public, httpcore.ConnectError."""
-        error: Exception = httpcore.ConnectError("it has no address")
+        error: Exception = httpcore.ConnectError("its host has no address")
         for address in await public_addresses(host, port):
             try:
                 return await self._plain.connect_tcp(address, port, *args, **more)
@@ -142,9 +144,9 @@ async def public_addresses(host: str, port: int) -> Sequence[str]:
     try:
         found = await _looked_up(host, port)
     except (OSError, UnicodeError):
-        raise ImageError(f"the host of a picture, {host:.100}, is not known") from None
+        raise ImageError(f"the host of a picture, {host:.100}, is unknown") from None
     if not found or not all(map(is_public, found)):
-        raise ImageError(f"the host of a picture, {host:.100}, is no public one")
+        raise ImageError(f"the host of a picture, {host:.100}, is not a public host")
     return found[:_ADDRESSES]
 
 

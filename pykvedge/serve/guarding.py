@@ -91,7 +91,9 @@ class Guarding:
         except BaseException as error:
             self._held -= len(body)
             if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-                error = RequestError(408, "the request took too long to arrive", "timeout")
+                error = RequestError(
+                    408, "the request took too long to arrive; send the whole request at once", "timeout"
+                )
             if not isinstance(error, RequestError):
                 raise
             response = errors.response(error)
@@ -112,13 +114,18 @@ class Guarding:
 
         rules, host = self._rules, told(b"host").strip().lower()
         if sum(name.lower() == b"host" for name, _ in scope["headers"]) > 1:
-            raise RequestError(400, "a request has one Host header", "invalid_host")
+            raise RequestError(400, "the request has several Host headers; send one", "invalid_host")
         if rules.hosts and host_name(host) not in rules.hosts:
-            raise RequestError(403, "the Host header names another server", "forbidden_host")
+            raise RequestError(
+                403,
+                "the Host header names an unknown host; start the server with --allow-host NAME to allow it",
+                "forbidden_host",
+            )
         origin = told(b"origin").strip().lower()
         if origin and not self._invited(origin, host):
-            raise RequestError(403, f"pages of {origin:.80} may not ask this server, unless it is started with "
-                               "--allow-origin", "forbidden_origin")  # fmt: skip
+            raise RequestError(403, f"web pages of {origin:.80} are not allowed to use this server; start the server "
+            f"with "
+                               "--allow-origin to allow them", "forbidden_origin")  # fmt: skip
         scope[OWNER] = ""
         if rules.keys and not (scope["method"] == "GET" and _open(scope["path"])):
             shown = told(b"authorization")
@@ -141,7 +148,7 @@ class Guarding:
     async def _arrive(self, data: bytearray, headers: dict[bytes, bytes], receive: Receive) -> bool:
         """Reads the body. Returns False if the client left. Raises RequestError for a body that is too large."""
         most, told = self._rules.body, headers.get(b"content-length", b"0")
-        too_large = RequestError(413, f"a request may have {most / (1 << 20):.3g} MiB", "too_large")
+        too_large = RequestError(413, f"the request is larger than {most / (1 << 20):.3g} MiB; send less", "too_large")
         if told.isdigit() and int(told[:20]) > most:
             await _discard(headers, receive)
             raise too_large
@@ -156,7 +163,11 @@ class Guarding:
             if full or len(data) > most:
                 if message.get("more_body"):
                     await _discard(headers, receive)
-                raise RequestError(503, "too many large requests at once", "busy", retry_s=2) if full else too_large
+                raise (
+                    RequestError(503, "the server has too many large requests; try again later", "busy", retry_s=2)
+                    if full
+                    else too_large
+                )
             if not message.get("more_body"):
                 return True
 
@@ -164,7 +175,7 @@ class Guarding:
 def without_pictures(scope: Scope) -> None:
     """Raises RequestError for a body with pictures, on a route that takes no pictures."""
     if scope.get(PICTURES, 0) > _FEW:
-        raise RequestError(413, f"{scope['path']:.100} takes no pictures", "too_large")
+        raise RequestError(413, f"{scope['path']:.100} does not accept pictures", "too_large")
 
 
 def _open(path: str) -> bool:
@@ -252,14 +263,14 @@ def read_keys(path: Path) -> tuple[Key, ...]:
             continue
         where = f"--key-file {path} line {number}"
         if not 16 <= len(secret) <= 1024 or not secret.isascii() or not secret.isprintable():
-            raise UsageError(f"{where}: a key has 16 to 1024 letters, digits and signs")
+            raise UsageError(f"{where}: a key must have 16 to 1024 printable ASCII characters without blanks")
         if len(name) > 1 or not all(_KEY_NAME.fullmatch(one) for one in name):
-            raise UsageError(f"{where}: behind a key stands a name of letters, digits and .-_@, or nothing")
+            raise UsageError(f"{where}: after a key only one name is allowed, of letters, digits and .-_@")
         if secret in keys or names & set(name):
-            raise UsageError(f"{where}: this key or its name was there before")
+            raise UsageError(f"{where}: this key or its name occurs twice; remove one")
         names.update(name)
         owner = f"name {name[0]}" if name else f"key {secret}"
         keys[secret] = Key(secret, hashlib.sha256(f"kvedge {owner}".encode()).hexdigest()[:32])
     if not 1 <= len(keys) <= _MOST_KEYS:
-        raise UsageError(f"--key-file {path} must hold 1 to {_MOST_KEYS} keys, each on a line of its own")
+        raise UsageError(f"--key-file {path} must have 1 to {_MOST_KEYS} keys, one per line")
     return tuple(keys.values())

@@ -43,14 +43,14 @@ def tuning(scheduler: Scheduler, arguments: Sequence[str], say: Callable[[str], 
 
 def _run(scheduler: Scheduler, arguments: Sequence[str], say: Callable[[str], None], over: threading.Event) -> None:
     code, told = _STOPPED, ""
-    say(f"the model is tuned after {_IDLE_S:g} s without a request, until one comes")
+    say(f"kvedge tunes the model after {_IDLE_S:g} s without a request, and pauses at the next request")
     while code == _STOPPED and _idle(scheduler, over):
         try:
             code, told = _tune(scheduler, arguments, over)
         except OSError as error:
             code, told = 1, f"tuning cannot start: {error.strerror or error}"
     if code == 0:
-        say("tuning is done; the server takes the plan when it starts the next time (kvedge tune --show)")
+        say("tuning is complete; the server uses the plan after its next start (kvedge tune --show)")
     elif code != _STOPPED:
         say(told.removeprefix("kvedge: ") or f"tuning ended with exit code {code}")
 

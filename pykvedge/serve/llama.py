@@ -136,7 +136,7 @@ async def tokenize(service: Service, http: HttpRequest, given: TokenizeRequest) 
 def _tokens(model: Model, given: TokenizeRequest) -> list[Any]:
     parts = [given.content] if isinstance(given.content, str) else given.content
     if sum(len(part) if isinstance(part, str) else 1 for part in parts) > _MOST_TEXT:
-        raise RequestError(400, f"content: at most {_MOST_TEXT} characters and tokens at once", "too_large", "content")
+        raise RequestError(400, f"content may have at most {_MOST_TEXT} characters and tokens", "too_large", "content")
     out = list[int]()
     for i, part in enumerate(parts):
         is_text = isinstance(part, str)

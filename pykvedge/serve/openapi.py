@@ -13,30 +13,33 @@ from pykvedge.system.version import package_version
 
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, tuple[type[Wire], str]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation; stream: true for chunks as they come."),
-    "/v1/responses": (ResponsesRequest, "The same in the form of the responses interface; nothing is stored."),
-    "/v1/messages": (MessagesRequest, "The same in the form of the messages interface."),
-    "/v1/messages/count_tokens": (CountRequest, "How many tokens a prompt has."),
-    "/v1/completions": (CompletionRequest, "Go on with a prompt that no chat template is put around."),
-    "/completion": (LlamaRequest, "The same, as llama-server has it."),
-    "/tokenize": (TokenizeRequest, "The tokens of a text."),
-    "/detokenize": (DetokenizeRequest, "The text of tokens."),
-    "/apply-template": (ChatRequest, "The prompt that a conversation becomes."),
-    "/v1/kvedge/plan": (Compression, "The plan that these choices make."),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation. With stream: true the answer comes in chunks."),
+    "/v1/responses": (
+        ResponsesRequest,
+        "Answer a conversation in the form of OpenAI's Responses API. Nothing is stored.",
+    ),
+    "/v1/messages": (MessagesRequest, "Answer a conversation in the form of Anthropic's Messages API."),
+    "/v1/messages/count_tokens": (CountRequest, "Count the tokens of a prompt."),
+    "/v1/completions": (CompletionRequest, "Complete a prompt without a chat template."),
+    "/completion": (LlamaRequest, "Complete a prompt in the form of llama-server."),
+    "/tokenize": (TokenizeRequest, "Return the tokens of a text."),
+    "/detokenize": (DetokenizeRequest, "Return the text of tokens."),
+    "/apply-template": (ChatRequest, "Return the prompt that the chat template makes of a conversation."),
+    "/v1/kvedge/plan": (Compression, "Return the plan of these settings."),
 }
 _READ = {
-    "/health": "Whether the server is there.",
-    "/metrics": "Figures, as Prometheus reads them.",
-    "/v1/models": "The model of this server.",
-    "/props": "The model, its template, and what holds where a request says nothing.",
-    "/slots": "Who is answered now.",
-    "/v1/kvedge/methods": "The methods, and the plan of requests that choose none.",
-    "/v1/kvedge/memory": "Keys and values in memory now.",
-    "/v1/kvedge/sessions": "Conversations that are worked on, and those that wait.",
+    "/health": "Return whether the server is ready.",
+    "/metrics": "Return metrics in the format of Prometheus.",
+    "/v1/models": "Return the model of this server.",
+    "/props": "Return the model, its chat template, and the default settings of a request.",
+    "/slots": "Return the running requests.",
+    "/v1/kvedge/methods": "Return the methods, and the default plan.",
+    "/v1/kvedge/memory": "Return the memory of keys and values.",
+    "/v1/kvedge/sessions": "Return the running and the waiting conversations.",
 }
-_STATUS = {400: "wrong request", 401: "no valid key", 403: "not allowed", 404: "not there", 408: "too slow",
-           409: "no conversation to go on from", 413: "too large",
-           503: "too busy: try again after Retry-After seconds"}  # fmt: skip
+_STATUS = {400: "invalid request", 401: "no valid key", 403: "not allowed", 404: "not found", 408: "too slow",
+           409: "unknown conversation", 413: "too large",
+           503: "busy: try again after Retry-After seconds"}  # fmt: skip
 
 
 def document() -> dict[str, Any]:
@@ -53,9 +56,13 @@ def document() -> dict[str, Any]:
     for path, what in _READ.items():
         paths[path] = {"get": {"summary": what, "responses": _responses(path)}}
     named = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    forgotten = {"summary": "Give up an answer, or forget a conversation that waits.", "parameters": [named]}
+    forgotten = {"summary": "Stop an answer, or delete a waiting conversation.", "parameters": [named]}
     paths["/v1/kvedge/sessions/{id}"] = {"delete": {**forgotten, "responses": _responses("/v1/kvedge/sessions")}}
-    info = {"title": "kvedge", "version": package_version(), "description": "Vision-language models in less memory."}
+    info = {
+        "title": "kvedge",
+        "version": package_version(),
+        "description": "Vision-language models with a compressed KV cache.",
+    }
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 

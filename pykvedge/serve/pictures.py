@@ -27,7 +27,7 @@ _ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "=", "%0a": "", "%0d": ""}  # letters
 _BLANKS = b"\t\n\f\r "
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 _PDF = re.compile(r"data:application/(?:x-)?pdf(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
-_HOW = "a data: URL of a picture is data:image/...;base64, and then the file in base64"
+_HOW = "a data: URL of a picture must be data:image/...;base64, followed by the file in base64"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Sources:
         if known is not None and len(known.pictures) <= most:
             yield from known.pictures
             return
-        data = _decoded(url, _PDF, "a file's data: URL is data:application/pdf;base64, and then a PDF in base64")
+        data = _decoded(
+            url, _PDF, "a data: URL of a file must be data:application/pdf;base64, followed by a PDF in base64"
+        )
         for picture in pages(data, chosen, self.page_size, name=place.name[:100], most=most, stop=self.stop):
             drawn.append(picture)
             _ = picture.key  # computes the hash now, because it takes time
@@ -91,7 +93,7 @@ class Sources:
             return load_picture(_read(_below(self.files, url), name), name, self.page_size.pixels)
         ways = ["data: URLs", *["https: URLs"] * self.https, *["file: URLs"] * (self.files is not None)]
         taken = " and ".join(ways)
-        raise RequestError(400, f"{name}: this server takes pictures as {taken}", "invalid_image", "messages")
+        raise RequestError(400, f"{name}: this server accepts pictures only as {taken}", "invalid_image", "messages")
 
     def is_elsewhere(self, url: str) -> bool:
         """Returns whether a picture must be fetched before it can be loaded."""
@@ -119,13 +121,13 @@ def _decoded(url: str, form: re.Pattern[str], how: str) -> bytes:
         raise ImageError(how)
     text = url[head.end() :]
     if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise ImageError(f"the file of a picture or document may have {MOST_BYTES >> 20} MiB")
+        raise ImageError(f"the file of a picture or document may have at most {MOST_BYTES >> 20} MiB")
     try:
         if "%" in text:
             text = re.sub("%2[BbFf]|%3[Dd]|%0[AaDd]", lambda found: _ESCAPED[found[0].lower()], text)
         return base64.b64decode(text.encode("ascii").translate(None, _BLANKS), validate=True)
     except (binascii.Error, ValueError):
-        raise ImageError("the base64 of a data: URL is damaged") from None
+        raise ImageError("the base64 text of a data: URL is invalid") from None
 
 
 def _below(folder: Path, url: str) -> Path:
@@ -136,7 +138,7 @@ def _below(folder: Path, url: str) -> Path:
     except (ValueError, OSError):
         inside = False
     if not inside or parts.netloc not in ("", "localhost"):
-        raise RequestError(403, "the server was not told to read this file", "forbidden_file", "messages")
+        raise RequestError(403, "this file is not in the folder of --image-folder", "forbidden_file", "messages")
     return path
 
 
@@ -147,9 +149,9 @@ def _read(path: Path, name: str) -> bytes:
         try:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode):
-                raise ImageError(f"{name}: {path.name:.100} is no file")
+                raise ImageError(f"{name}: {path.name:.100} is not a regular file")
             if facts.st_size > MOST_BYTES:
-                raise ImageError(f"{name}: a picture's file may have {MOST_BYTES >> 20} MiB")
+                raise ImageError(f"{name}: the file of a picture may have at most {MOST_BYTES >> 20} MiB")
             with os.fdopen(handle, "rb", closefd=False) as file:
                 return file.read(MOST_BYTES)
         finally:

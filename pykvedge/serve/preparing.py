@@ -225,7 +225,10 @@ class Preparer:
         if self._limits.exact:
             check_policy(request.plan, "--exact")
         if request.pictures and self.vision is None:
-            raise UsageError(f"{self._model.path.name} was loaded without an image encoder, so it sees no images")
+            raise UsageError(
+                f"{self._model.path.name} was loaded without an image encoder, so it cannot read "
+                f"images; start the server with --mmproj"
+            )
         for message in request.messages:
             if message.role == "user":
                 check_places(message.text, len(message.pictures))
@@ -237,17 +240,17 @@ class Preparer:
         found = self._park.get(self._name(request, job.message_keys[:-1], request.owner)) if goes_on else None
         if not request.edited:
             return found
-        why = "exact answers see all pictures; start the server without --exact" if self._limits.exact else ""
+        why = "edited does not work with --exact; start the server without --exact" if self._limits.exact else ""
         if self._limits.keep is None:
-            why = "pictures are demoted where all rows are kept; start the server with --keep ram or --keep disk"
+            why = "edited needs uncompressed KV rows; start the server with --keep ram or --keep disk"
         if why:
             raise RequestError(400, f"kvedge.edited: {why}", "unsupported", "kvedge")
         job.report.demoted_images = 0
         if found is None and any(m.role == "assistant" for m in messages):
             if not goes_on:
-                raise unknown_conversation("rows are gone on from by a message of the user's behind an answer in text")
+                raise unknown_conversation("the last three messages must be user, assistant (text only) and user")
             if (found := self._find_edited(job)) is None:
-                raise unknown_conversation("the server knows no conversation that differs by its pictures alone")
+                raise unknown_conversation("the server has no conversation with the same texts and more pictures")
         return found
 
     def _find_edited(self, job: Job) -> Snapshot | None:
@@ -260,7 +263,7 @@ class Preparer:
                 continue
             shown = [i for i, image in enumerate(found.images) if image.limit != 0]
             if dropped and len(shown) != len(dropped):
-                raise unknown_conversation("the model reads a picture in several parts, of which none can be demoted")
+                raise unknown_conversation("the model reads a picture in several parts, so pictures cannot be demoted")
             job.demoted = [i for i, gone in zip(shown, dropped, strict=False) if gone]
             job.edited, job.report.demoted_images = True, len(job.demoted) + _forgotten(found)
             job.name = job.name and self._name(request, job.message_keys, "" if self._share else owner, edited=True)
@@ -291,7 +294,7 @@ class Preparer:
         images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
         largest = max((piece.n_tokens for piece in images), default=0)
         if self.vision is not None and largest > N_UBATCH and self.vision.non_causal():
-            raise ContextError(f"an image of {largest} tokens is more than the {N_UBATCH} that one pass holds")
+            raise ContextError(f"an image has {largest} tokens, and one pass holds {N_UBATCH}; send a smaller image")
         for piece in images:
             piece.key = piece.key if self._share else job.request.owner + piece.key
         encode(self.vision, pieces, lambda what, share: job.emit(Step(what, share)), job.cancelled)
@@ -317,8 +320,9 @@ class Preparer:
         if prompt + self.bytes_per_token > limits.memory:
             raise RequestError(
                 413,
-                f"the prompt takes {prompt >> 20} MiB of keys and values, and all conversations together may take "
-                f"{limits.memory >> 20} MiB; send less, or start the server with a larger --memory",
+                f"the keys and values of the prompt need {prompt >> 20} MiB, more than the limit of "
+                f"{limits.memory >> 20} MiB for all conversations; send less, or start the server with a larger "
+                f"--memory",
                 "too_large",
             )
         fits = (limits.memory - prompt) // max(self.bytes_per_answered, 1)
@@ -336,13 +340,16 @@ class Preparer:
         n += len(before.unread) if before is not None else 0
         if there + n < n_ctx:
             return n_ctx - there - n
-        after = f" after {there} of the conversation" if there else ""
+        after = f" after {there} tokens of the conversation" if there else ""
         raise _too_long(f"{n} tokens{after}", there + n, n_ctx)
 
     def _second_pass(self, work: Work) -> list[Part]:
         """Returns the second pass's chunks; none if not needed. Raises ContextError, UsageError, RequestError."""
         if why := self.why_no_replay():
-            raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
+            raise UsageError(
+                f"method '{work.job.request.plan.method}' needs a second pass over the prompt: {why}; "
+                f"use another method"
+            )
         plan, before = work.job.request.plan, work.snapshot or Snapshot(b"", 0, 0)
         pending, whole = before.n_pending + work.n_tokens, before.n_cells + work.n_tokens
         if native_plan.plan_budget(plan, pending, later=pending < whole) >= pending:
@@ -360,7 +367,7 @@ class Preparer:
     def why_no_replay(self) -> str:
         """Returns why the model cannot read a prompt a second time, or an empty string."""
         if self._model.recurrent:
-            return f"{self._model.path.name} has recurrent layers, which cannot take it back"
+            return f"{self._model.path.name} has recurrent layers, which cannot remove tokens"
         return ""
 
 
@@ -375,7 +382,9 @@ def _forgotten(at: Snapshot) -> int:
 
 def unknown_conversation(why: str) -> RequestError:
     """Returns the error for pictures that cannot be demoted."""
-    return RequestError(409, f"kvedge.edited: {why}; leave it out to have all read", "unknown_conversation", "kvedge")
+    return RequestError(
+        409, f"kvedge.edited: {why}; omit kvedge.edited to read all messages again", "unknown_conversation", "kvedge"
+    )
 
 
 def _request_keys(request: Request) -> list[Any]:

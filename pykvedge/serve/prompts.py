@@ -53,11 +53,11 @@ class _PromptRequest(Sampled):
             return [given]
         if any(isinstance(part, int) for part in given):
             if not all(isinstance(part, (int, str)) for part in given):
-                why = "a list with numbers of tokens in it has texts beside them, and nothing else"
+                why = "a list with token numbers may have only token numbers and texts"
                 raise errors.wrong("prompt", why)
             return [given]  # type: ignore[list-item]
         if len(given) * (self.n or 1) > MOST_PROMPTS:
-            raise errors.wrong("prompt", f"at most {MOST_PROMPTS} answers at once")
+            raise errors.wrong("prompt", f"a request may ask for at most {MOST_PROMPTS} answers")
         return given  # type: ignore[return-value]
 
     def cut(self, **changes: Any) -> list[Prompted]:
@@ -99,7 +99,9 @@ class LlamaRequest(_PromptRequest):
 
 async def llama(service: Service, http: HttpRequest, given: LlamaRequest) -> Response:
     if given.post_sampling_probs:
-        raise RequestError(400, "post_sampling_probs: probabilities are the model's own here", "unsupported")
+        raise RequestError(
+            400, "post_sampling_probs is not supported: probabilities are always those before sampling", "unsupported"
+        )
     limit = given.max_tokens if given.n_predict is None else given.n_predict
     ends = service.scheduler.loan.model.ends if given.ignore_eos else []
     prompts = given.cut(n=given.n_cmpl or given.n, max_tokens=limit, logit_bias=given.biases(ends),

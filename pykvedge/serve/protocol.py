@@ -81,7 +81,7 @@ class Protocol(HttpToolsProtocol):
         self._beside += len(data)
         super().data_received(data)
         if self._beside > HEAD and not self._refused and not self.transport.is_closing():
-            self.send_400_response(f"a request may send {HEAD >> 10} KiB beside its body")
+            self.send_400_response(f"the headers of a request may have at most {HEAD >> 10} KiB")
 
     def send_400_response(self, msg: str) -> None:
         """Refuses an invalid request, and ignores further bytes: closing at once would reset the connection, and the

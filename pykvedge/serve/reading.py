@@ -101,7 +101,9 @@ class Parsed(Reading):
         found = self._dialect.read(self._text)
         if found is None:
             if self.parsed.calls:
-                raise RequestError(500, "the model began a call of a tool, and wrote what is none", "invalid_call")
+                raise RequestError(
+                    500, "the model began a tool call, but its text is not a valid tool call; try again", "invalid_call"
+                )
             found = self._unread()
         return self._deltas(self._without(found), whole=True)
 
@@ -145,7 +147,11 @@ class Parsed(Reading):
                 deltas.append(Delta(call=i, arguments=arguments))
         self.parsed = ParsedAnswer(self.parsed.text + text, self.parsed.reasoning + reasoning, tuple(calls))
         if whole and not _agree(self.parsed, found):
-            raise RequestError(500, "the model wrote what cannot be told as it was begun to be", "invalid_call")
+            raise RequestError(
+                500,
+                "the end of the model's answer contradicts the parts that were already sent; try again without stream",
+                "invalid_call",
+            )
         return deltas
 
 

@@ -138,7 +138,7 @@ class ResponsesRequest(Wire):
 async def answer(service: Service, http: HttpRequest, given: ResponsesRequest) -> Response:
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         if getattr(given, name) not in (None, False):
-            why = f"{name}: nothing is stored here; send the whole conversation, and wait for the answer"
+            why = f"{name} is not supported, because this server stores no responses; send the whole conversation"
             raise RequestError(400, why, "unsupported", name)
     for name, asked in (("include", "message.output_text.logprobs" in (given.include or [])),
                         ("top_logprobs", bool(given.top_logprobs))):  # fmt: skip

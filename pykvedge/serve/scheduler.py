@@ -99,14 +99,14 @@ class Scheduler:
         work = self.preparer.at_once(job)
         with self._changed:
             if self.stopping:
-                raise StateError("the server is going down; it takes no more requests")
+                raise StateError("the server is shutting down and accepts no more requests")
             pixels = sum(other.picture_bytes for other in self._asked)
             full = len(self._asked) + len(self._ready) >= self.limits.queue
             if full or (pixels and pixels + job.picture_bytes > _MOST_PIXEL_BYTES):
                 self.counts.sums["requests_refused"] += 1
                 if work is not None:
                     work.generation.close()
-                raise RequestError(503, "too many requests are waiting already", "queue_full", retry_s=2)
+                raise RequestError(503, "too many requests are waiting; try again later", "queue_full", retry_s=2)
             if work is not None:
                 self._ready.append(work)
                 self._changed.notify_all()

@@ -85,17 +85,16 @@ def check(options: Options, plan: Plan) -> None:
     """Raises UsageError for invalid options, before a model is loaded."""
     if not is_loopback(options.host) and not options.keys:
         raise UsageError(
-            f"on {options.host} other machines can ask: give a key, --key-file FILE, or listen on 127.0.0.1"
+            f"on {options.host} other machines can use the server: give API keys with --key-file FILE, or listen on "
+            f"127.0.0.1"
         )
     if options.limits.exact:
         if options.limits.keep is None:
-            raise UsageError(
-                "--exact verifies answers over whole rows, which have to stay: add --keep ram or --keep disk"
-            )
+            raise UsageError("--exact needs uncompressed KV rows: add --keep ram or --keep disk")
         check_policy(plan, "--exact")
     for origin in options.origins:
         if origin not in ("*", "null", "localhost") and not _ORIGIN.fullmatch(origin):
-            raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, localhost, or * for all")
+            raise UsageError(f"--allow-origin {origin} is invalid: write https://NAME:PORT, localhost, or * for all")
 
 
 def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, say: Callable[[str], None]) -> None:
@@ -189,7 +188,7 @@ async def _run(
     def end() -> None:  # a second signal ends at once
         service.closing.set()
         if service.scheduler.busy:
-            say("ending; answers that are under way are given up" + ("" if tasks else f" after {options.grace:g} s"))
+            say("shutting down; running answers are stopped" + ("" if tasks else f" after {options.grace:g} s"))
         tasks.add(asyncio.ensure_future(_drained(service.scheduler, server, 0 if tasks else options.grace)))
 
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -244,7 +243,8 @@ def own_folder() -> Iterator[Path]:
             handle = os.open(folder / _PARK_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise KvedgeError(
-                f"no folder can be made for conversations that wait: {error.strerror or error}; name one, --park DIR"
+                f"the temporary folder for waiting conversations cannot be created: {error.strerror or error}; name "
+                f"a folder with --park DIR"
             ) from None
         stack.callback(os.close, handle)
         with contextlib.suppress(OSError):  # the file system has no locks: other servers then leave the folder alone

@@ -53,7 +53,7 @@ class Service:
 
     def other_model(self, name: str) -> RequestError:
         """Returns the error for the name of another model."""
-        why = f"there is no model '{name:.80}'; this server has {self.name}"
+        why = f"the model '{name:.80}' does not exist on this server; use {self.name}"
         return RequestError(404, why, "model_not_found", "model")
 
 
@@ -61,7 +61,7 @@ async def parsed_requests(service: Service, http: HttpRequest, *given: ChatReque
     """Translates a body's requests for the scheduler. Raises RequestError, ImageError, UsageError."""
     seen = sum(len(url) for one in given for url in asking.pictures_of(one))
     if http.scope.get(PICTURES, 0) > seen + seen // 8 + _SLACK:
-        raise RequestError(413, "the body has data: texts that are no pictures", "too_large")
+        raise RequestError(413, "the body has data: URLs that are not pictures; remove them", "too_large")
     return [await _parsed_request(service, http, one) for one in given]
 
 
@@ -81,7 +81,7 @@ async def _parsed_request(service: Service, http: HttpRequest, given: ChatReques
             defaults = replace(defaults, sources=replace(defaults.sources, fetched=fetched))
         if asking.has_documents(given):
             if service.documents >= MAX_DOCUMENTS:
-                raise RequestError(503, "too many requests wait for pages to be drawn", "busy", retry_s=5)
+                raise RequestError(503, "too many requests wait for PDF pages; try again later", "busy", retry_s=5)
             stop = threading.Event()
             defaults = replace(defaults, sources=replace(defaults.sources, stop=stop))
             service.documents += 1
@@ -105,8 +105,10 @@ async def _while_wanted(service: Service, http: HttpRequest, work: Coroutine[Any
         if task.done():
             return task.result()
         if closing.done():
-            raise RequestError(503, "the server is going down; it takes no more requests", "unavailable", retry_s=5)
-        raise RequestError(LEFT, "the client left")
+            raise RequestError(
+                503, "the server is shutting down and accepts no more requests", "unavailable", retry_s=5
+            )
+        raise RequestError(LEFT, "the client closed the connection")
     finally:
         for one in (task, gone, closing):
             one.cancel()

@@ -37,7 +37,7 @@ def chosen(given: ChatRequest) -> list[Tool]:
         return tools
     name = choice.function.name
     if not any(tool.function.name == name for tool in tools):
-        raise wrong("tool_choice", f"there is no tool {name!r:.80}")
+        raise wrong("tool_choice", f"the tool {name!r:.80} is not in tools")
     return [tool for tool in tools if tool.function.name == name]
 
 

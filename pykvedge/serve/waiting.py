@@ -81,7 +81,7 @@ class Waiting(Closing):
                 self._arrived.clear()
                 alarm.cancel()
                 if self._left:
-                    raise RequestError(LEFT, "the client left")
+                    raise RequestError(LEFT, "the client closed the connection")
                 if silent and not self._told:
                     yield doing
                 while self._told:

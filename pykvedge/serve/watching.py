@@ -72,13 +72,13 @@ async def forget(service: Service, http: HttpRequest) -> Response:
             return JSONResponse({"id": name, "ended": True})
     if await asyncio.to_thread(scheduler.park.forget, name, owner):
         return JSONResponse({"id": name, "forgotten": True})
-    raise RequestError(404, f"there is no conversation {name:.80}", "not_found")
+    raise RequestError(404, f"the conversation {name:.80} does not exist", "not_found")
 
 
 async def events(service: Service, http: HttpRequest) -> Response:
     """GET /v1/kvedge/events: memory and active conversations, at once and after every change."""
     if service.watchers >= _MOST_WATCHERS:
-        raise RequestError(503, "too many watch this server already", "busy", retry_s=10)
+        raise RequestError(503, "too many clients watch this server; try again later", "busy", retry_s=10)
     return EventStream(_changes(service, http))
 
 
@@ -112,34 +112,34 @@ class _Figures:
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics. Prometheus's library appends _total to the names of counters."""
         scheduler, counts = self._scheduler, self._scheduler.counts
-        answers = CounterMetricFamily("kvedge_answers", "Answers, by how they ended.", labels=["finish"])
+        answers = CounterMetricFamily("kvedge_answers", "Number of answers by finish reason.", labels=["finish"])
         for how in ("end", "stop", "length", "context", "cancelled", "error"):
             answers.add_metric([how], counts.finished[how])
         yield answers
         gauges = {
-            "requests_waiting": ("Requests that nobody works on yet.", scheduler.waiting),
-            "requests_running": ("Requests that are worked on.", scheduler.busy),
-            "kv_bytes": ("Keys and values of conversations that are being answered.", scheduler.kv_bytes()),
-            "kv_file_bytes": ("Their whole rows in a file, whose pages the system may drop.", scheduler.file_bytes()),
-            "kv_parked_bytes": ("Keys and values of conversations that wait, in memory.", scheduler.park.n_bytes),
-            "kv_limit_bytes": ("What both may be together.", scheduler.limits.memory),
-            "conversations_parked": ("Conversations that wait, in memory.", len(scheduler.park)),
-            "private_bytes": ("Resident memory of the process that is not shared with files.", process.own_bytes()),
+            "requests_waiting": ("Number of waiting requests.", scheduler.waiting),
+            "requests_running": ("Number of running requests.", scheduler.busy),
+            "kv_bytes": ("Bytes of keys and values of running conversations.", scheduler.kv_bytes()),
+            "kv_file_bytes": ("Bytes of the rows of --keep disk of running conversations.", scheduler.file_bytes()),
+            "kv_parked_bytes": ("Bytes of keys and values of waiting conversations in memory.", scheduler.park.n_bytes),
+            "kv_limit_bytes": ("Limit of kvedge_kv_bytes plus kvedge_kv_parked_bytes.", scheduler.limits.memory),
+            "conversations_parked": ("Number of waiting conversations in memory.", len(scheduler.park)),
+            "private_bytes": ("Bytes of resident memory that is not shared with files.", process.own_bytes()),
         }
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvedge_{name}", what, value)
         counters = {
-            "requests_refused": "Requests refused because too many waited.",
-            "prompt_tokens": "Tokens of prompts that were read.",
-            "image_tokens": "Those of them that came from images.",
-            "pruned_tokens": "Tokens of images that were not read.",
-            "reused_tokens": "Tokens that a parked conversation had read.",
-            "generated_tokens": "Tokens of answers.",
-            "compressions": "Prompts that were compressed.",
-            "kv_full_bytes": "Keys and values of prompts, had all been kept.",
-            "kv_kept_bytes": "Keys and values of prompts that were kept.",
+            "requests_refused": "Number of requests refused because the queue was full.",
+            "prompt_tokens": "Number of prompt tokens read.",
+            "image_tokens": "Number of prompt tokens read that came from images.",
+            "pruned_tokens": "Number of image tokens removed by a pruner.",
+            "reused_tokens": "Number of prompt tokens reused from waiting conversations.",
+            "generated_tokens": "Number of generated tokens.",
+            "compressions": "Number of compressed prompts.",
+            "kv_full_bytes": "Bytes of keys and values of prompts before compression.",
+            "kv_kept_bytes": "Bytes of keys and values of prompts after compression.",
         }
         for name, what in counters.items():
             yield CounterMetricFamily(f"kvedge_{name}", what, counts.sums[name])
-        yield SummaryMetricFamily("kvedge_first_token_seconds", "Seconds from requests to their first tokens.",
+        yield SummaryMetricFamily("kvedge_first_token_seconds", "Seconds from a request to its first token.",
                                   counts.sums["first_tokens"], counts.sums["first_token_s"])  # fmt: skip

@@ -61,8 +61,8 @@ class FileData(Wire):
     def _is_here(self) -> FileData:
         if self.file_data is None or self.file_id is not None or self.file_url is not None:
             named = "file_id" if self.file_id is not None else "file_url"
-            why = f"files by {named} are not supported" if self.file_id or self.file_url else "there is no file_data"
-            raise ValueError(f"{why}; send file_data, as data:application/pdf;base64,...")
+            why = f"{named} is not supported" if self.file_id or self.file_url else "file_data is missing"
+            raise ValueError(f"{why}; send file_data with data:application/pdf;base64,...")
         return self
 
 
@@ -278,7 +278,7 @@ class ChatRequest(Sampled):
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message: the last message is not the assistant's")
+            raise ValueError("continue_final_message needs a last message of the role assistant")
         return self
 
     @model_validator(mode="after")
@@ -287,7 +287,7 @@ class ChatRequest(Sampled):
         if not self.functions:
             return self
         if self.tools:
-            raise ValueError("tools and functions are two names of the same; give one of them")
+            raise ValueError("tools and functions exclude each other; give tools")
         self.tools, self.parallel_tool_calls = [Tool(type="function", function=one) for one in self.functions], False
         call = self.function_call
         self.tool_choice = NamedTool(function=call) if isinstance(call, NamedFunction) else call
@@ -302,7 +302,7 @@ def parsed(kind: type[Wire], body: bytes) -> Any:
         found = error.errors(include_url=False, include_input=False)
         if found[0]["type"] == "json_invalid":
             why = found[0]["msg"]
-            raise RequestError(400, f"the body is no JSON that can be read: {why}", "invalid_json") from None
+            raise RequestError(400, f"the body is not valid JSON: {why}", "invalid_json") from None
         where, what = _worst(found, from_json(body))
         raise RequestError(400, f"{where or 'the body'}: {what}", "invalid_value", where or None) from None
     except (RecursionError, MemoryError):
@@ -339,14 +339,14 @@ def _said(path: tuple[int | str, ...], error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         return str(told["error"])
     if error["type"] == "union_tag_not_found":
-        return "it has no type"
+        return "the field type is missing"
     if error["type"] != "union_tag_invalid":
         return error["msg"]
     *most, last = str(told["expected_tags"]).replace("'", "").split(", ")
     inside = [part for part in path if isinstance(part, str)][-1:]
     what = {"content": "parts", "output": "parts", "source": "sources"}.get("".join(inside), "items")
-    known = f"{', '.join(most)} and " if most else ""
-    return f"{what} of type {told['tag']!s:.40} are not supported; {known}{last} are"
+    known = f"{', '.join(most)} or " if most else ""
+    return f"{what} of type {told['tag']!s:.40} are not supported; use {known}{last}"
 
 
 # -------------------------------------------------------------------- helpers for translations of other formats
