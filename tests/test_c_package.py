@@ -306,7 +306,7 @@ def test_flags_of_a_folder_with_a_blank_stay_words(wheel, monkeypatch):
 
 
 def test_flags_that_cannot_be_told(kvedge, tmp_path):
-    kvedge("--cflags", "methods").failed(2, "take no command such as methods")
+    kvedge("--cflags", "methods").failed(2, "cannot be combined with the command methods")
     kvedge("--").failed(2, "Missing command")
     bare = "import sys, pykvedge.native.cpackage as c; c.in_package = lambda name: []\n"
     bare += "from pykvedge.__main__ import main"

@@ -89,7 +89,7 @@ def test_the_prompt_may_come_from_a_pipe(kvedge, tiny):
     assert kvedge(*arguments, "Good morning", stdin="not read").out == by_argument.out
     assert kvedge(*arguments, stdin=b"caf\xe9 \xff").code == 0
     for data in (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "Good morning".encode("utf-16")):
-        kvedge(*arguments, stdin=data).failed(2, "what comes through the pipe is no text in UTF-8")
+        kvedge(*arguments, stdin=data).failed(2, "the input from the pipe is not UTF-8 text")
 
 
 def test_options_change_what_is_kept(kvedge, tiny):

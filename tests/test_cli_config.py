@@ -77,8 +77,10 @@ def test_variables_that_nothing_reads_are_named(kvedge):
     done = kvedge("chat", "--max-tokens", 1, "Hi", env={"KVEDGE_BUDGTE": "0.1", "KVEDGE_TEMPERATURE": "1"})
     warned = [line for line in done.err.splitlines() if "warning" in line]
     assert warned == [
-        "kvedge: warning: the variable KVEDGE_BUDGTE is no setting; did you mean KVEDGE_BUDGET?",
-        "kvedge: warning: the variable KVEDGE_TEMPERATURE is no setting; `kvedge config` lists the settings",
+        "kvedge: warning: the environment variable KVEDGE_BUDGTE is not a setting of kvedge; did you mean "
+        "KVEDGE_BUDGET?",
+        "kvedge: warning: the environment variable KVEDGE_TEMPERATURE is not a setting of kvedge; `kvedge config` "
+        "lists the settings",
     ]
     assert "warning" not in kvedge("chat", "-q", "--max-tokens", 1, "Hi", env={"KVEDGE_BUDGTE": "0.1"}).err
     assert "warning" not in kvedge("chat", "--max-tokens", 1, "Hi", env={"KVEDGE_BUDGET": "0.1"}).err
@@ -146,7 +148,7 @@ def test_wrong_keys_and_values_are_one_clear_line(run, tmp_path, monkeypatch):
 def test_set_and_unset_change_their_line_alone(run, tmp_path):
     file = tmp_path / "config.toml"
     file.write_text('# mine\nmethod = "h2o"  # good\n\nsystem = """\nmethod = "x" """\n')
-    assert "only its author" in refused(run, "config", "set", "system", "Be brief.")
+    assert "kvedge cannot change system" in refused(run, "config", "set", "system", "Be brief.")
     file.write_text('# mine\nmethod = "h2o"\n\nthreads = 2 # few\n')
     run("config", "set", "threads", "4")
     run("config", "set", "system", 'Say "oui" \\ ü')

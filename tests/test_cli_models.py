@@ -39,7 +39,7 @@ def refused(*arguments):
 def test_the_image_encoder_beside_a_model_is_found(kvedge, folder, picture_file):
     where = folder(**{"llava-Q4_K_M": "llava.model", "mmproj-llava-f16": "llava.mmproj", "mmproj-q": "qwen2vl.mmproj"})
     model = where / "llava-Q4_K_M.gguf"
-    said = "kvedge: image encoder mmproj-llava-f16.gguf, found beside the model\n"
+    said = "kvedge: image encoder mmproj-llava-f16.gguf, found in the model's folder\n"
     assert fit(model) == ("mmproj-llava-f16.gguf", said)  # the other encoder does not fit
     assert fit(model, "--mmproj", "none") == ("", "")
     assert fit(model, "--mmproj", where / "mmproj-llava-f16.gguf") == ("mmproj-llava-f16.gguf", "")
@@ -59,7 +59,7 @@ def test_of_several_encoders_names_decide_or_the_user(native, folder):
     folder(**{"mmproj-a-7b-Q8_0": encoder, "c": "llava.model"})  # of one model's encoders, the nearest in bits
     assert fit(where / "a-7b-Q4_K_M.gguf")[0] == "mmproj-a-7b-Q8_0.gguf"
     names = "mmproj-a-7b-Q8_0.gguf, mmproj-a-7b-f16.gguf, mmproj-b-7b-f16.gguf"
-    assert f"several image encoders beside c.gguf fit: {names}; pass one" in refused("fit", where / "c.gguf")
+    assert f"several image encoders in the folder of c.gguf fit: {names}; pass one" in refused("fit", where / "c.gguf")
 
 
 def test_a_folder_stands_for_its_model(kvedge, folder, tmp_path):

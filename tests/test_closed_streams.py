@@ -44,7 +44,7 @@ def test_without_stdout_there_is_one_line(closed):
     for redirections in (">&-", "0<&- >&-"):
         done = closed(redirections, "Hello")
         assert done.returncode == 1 and done.stderr == (
-            "kvedge: error: stdout is closed, so there is nowhere to write to\n"
+            "kvedge: error: stdout is closed, so kvedge cannot print its output; open stdout\n"
         )
     assert closed(">&- 2>&-", "Hello").returncode == 1
 

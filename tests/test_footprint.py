@@ -219,9 +219,9 @@ def test_the_program_says_whether_it_fits(kvedge, tiny):
 def test_a_prompt_that_would_be_refused_is_named(kvedge, refused, tiny, options, n_ctx):
     model = tiny("llama", n_ctx_train=512).model
     fit = ("fit", model, *options, "--text")
-    assert "set --ctx" not in kvedge(*fit, n_ctx).out
+    assert "set a larger --ctx" not in kvedge(*fit, n_ctx).out
     said = " ".join(kvedge(*fit, n_ctx + 1).out.split())
-    assert f"refuses a prompt of {n_ctx + 1} tokens in a context of {n_ctx}: set --ctx." in said
+    assert f"The prompt has {n_ctx + 1} tokens, more than the context of {n_ctx}: set a larger --ctx." in said
     refused("chat", "--model", model, *options, "word " * n_ctx).failed(1, "raise --ctx" if options else "set --ctx")
 
 

@@ -78,10 +78,19 @@ def test_pages_of_a_document(folder):
 
 def test_what_is_no_picture_stays_text(folder):
     for typed, hint in (
-        ("What is in nowhere.png?", "there is no file nowhere.png; it stays text"),
-        (f"{folder}/nowhere.png is what?", f"there is no file {folder}/nowhere.png; it stays text"),
-        ("https://example.org/x.png", "there is no file https://example.org/x.png; it stays text"),
-        (f"sum {folder}/notes.txt up", f"{folder / 'notes.txt'} is no picture; it stays text"),
+        ("What is in nowhere.png?", "the file nowhere.png does not exist, so its path stays text in the message"),
+        (
+            f"{folder}/nowhere.png is what?",
+            f"the file {folder}/nowhere.png does not exist, so its path stays text in the message",
+        ),
+        (
+            "https://example.org/x.png",
+            "the file https://example.org/x.png does not exist, so its path stays text in the message",
+        ),
+        (
+            f"sum {folder}/notes.txt up",
+            f"{folder / 'notes.txt'} is not a picture, so its path stays text in the message",
+        ),
     ):
         found = mentioned(typed, 1)
         assert (found.text, found.pictures, found.hints) == (typed, [], [hint])

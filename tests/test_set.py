@@ -97,7 +97,7 @@ def test_what_is_kept_is_changed_as_the_options_do(chat, capsys, line, name, val
         ("repeat_last_n 1.5", "repeat_last_n must be a whole number"),
         ("logit_bias 7", "ID=BIAS"),
         ("grammar nowhere.gbnf", "nowhere.gbnf cannot be read"),
-        ("json_schema {", "no JSON"),
+        ("json_schema {", "not JSON"),
         ("minp 1", "did you mean 'min_p'"),
     ],
 )

@@ -30,34 +30,38 @@ _OPTIONS = (
     options.IMAGE,
     *options.IMAGE_LIMITS,
     option("--video", "videos", group="Picture", type=options.PATH, multiple=True, metavar="PATH",
-           help="A video whose frames are read after the images, with --stream; repeatable. ffmpeg unpacks it."),
-    option("--fps", group="Picture", type=float, metavar="N", help="Frames of a second of video. Default: 1."),
+           help="A video, with --stream: its frames are read after the images; repeatable. Needs ffmpeg."),
+    option("--fps", group="Picture", type=float, metavar="N", help="Frames per second of video. Default: 1."),
     *options.CACHE,
     *options.COMPOSITION,
     options.PROFILE,
     *options.KEEP,
     options.AGE,
     option("--keep-saved", group="What is kept", is_flag=True,
-           help="The --session file has all rows, too: it takes as much as the uncompressed cache."),
+           help="Also save the rows of --keep in the --session file. The file is then as large as the uncompressed "
+           "cache."),
     option("--bounded", group="What is kept", is_flag=True,
-           help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "
-                "every model and method; stderr says why not."),
+           help="Compress each layer of a prompt before the next layer runs, so that the full cache never exists. "
+           "If the model or method does not allow this, stderr gives the reason."),
     option("--question-blind", group="What is kept", is_flag=True,
-           help="Compress what comes before the question without looking at it: other questions find it as it was."),
+           help="Compress the images and earlier text without the question, so that the kept pairs do not depend "
+           "on the question."),
     option("--stream", group="What is kept", is_flag=True,
-           help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
-    option("--prompt", "-p", "typed", group="Answer", metavar="TEXT", help="PROMPT as an option."),
+           help="Read images one by one and compress after each image. The cache stays at --budget N KV pairs for "
+           "any number of images."),
+    option("--prompt", "-p", "typed", group="Answer", metavar="TEXT", help="The question, instead of PROMPT."),
     option("--system", "-sys", also=("--system-prompt",), group="Answer", common=True, config=True, default="",
-           metavar="TEXT", help="Text that opens the conversation."),
+           metavar="TEXT", help="The system message, at the start of the conversation."),
     option("--session", "session_file", group="Answer", common=True, type=options.PATH, metavar="FILE",
-           help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
+           help="Continue the conversation in this file if it exists. The conversation is saved in the file after "
+           "each answer."),
     *sampling.OPTIONS,
     options.LOOKUP,
     options.EXACT,
     option("--undo/--no-undo", group="Answer", default=True,
-           help="Whether a conversation copies its cache before each message, so that /undo and /retry can go back."),
+           help="Whether to copy the cache before each message. /undo and /retry need the copy."),
     option("--history/--no-history", group="Answer", config=True, default=True,
-           help="Whether what is typed in a conversation is remembered, in ~/.local/state/kvedge."),
+           help="Whether to save typed lines in ~/.local/state/kvedge for later conversations."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -65,8 +69,8 @@ _OPTIONS = (
     options.KV_ROTATE,
     option("--positions", group="Memory and devices", default="turn", show_default=True, metavar="WHAT",
            callback=_positions,
-           help="What becomes of positions that would pass the length that the model was trained for: 'turn' makes "
-                "them smaller and turns the keys, 'count' lets them go on. A number: 'turn' within so many."),
+           help="What to do with positions above the model's training length: 'turn' renumbers the positions and "
+           "rotates the keys, 'count' lets positions grow. A number: 'turn' at this length."),
     options.JSON,
     options.QUIET,
     options.VERBOSE,
@@ -80,8 +84,8 @@ _SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "
 def chat(prompt: str | None, **given: Any) -> None:
     """Ask a model about images, or chat with it.
 
-    The KV cache of the prompt is compressed by --method before the answer begins. PROMPT may also come from a pipe;
-    without any, a conversation starts in which /help lists the commands.
+    The KV cache of the prompt is compressed by --method before the answer begins. PROMPT may also come from a pipe.
+    Without PROMPT an interactive conversation starts; its command /help lists the commands.
 
     \b
     Examples:
@@ -93,7 +97,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --plugin mine.py --method mine "What is this?"
       echo "Describe the image." | kvedge chat ... --image a.jpg --json
       kvedge chat ...                  a conversation; /image PATH adds an image
-      kvedge chat ... --session talk.kvs "And then?"    goes on where it ended
+      kvedge chat ... --session talk.kvs "And then?"    continues the conversation
       kvedge chat ... --image a.jpg --bounded "?"       without the full cache
       kvedge chat ... --stream --budget 2048 --video clip.mp4 "What happens?"
     """
@@ -122,25 +126,23 @@ def run(prompt: str | None, **given: Any) -> None:
 def _ask(prompt: str | None, given: dict[str, Any]) -> int:
     if given["typed"] is not None:
         if prompt is not None:
-            raise UsageError("PROMPT and --prompt are a question each; pass one")
+            raise UsageError("PROMPT and --prompt both give a question; pass one of them")
         prompt = given["typed"]
     options.load_plugins(given)
     plan = options.chosen_plan(given, _saved_plan(given["session_file"]))
     if given["profile"] and not plan.profile_kinds():
-        raise UsageError(
-            f"method '{plan.method}' uses no profile; leave --profile out, or see `kvedge calibrate --help`"
-        )
+        raise UsageError(f"method '{plan.method}' uses no profile; omit --profile, or see `kvedge calibrate --help`")
     if given["keep_saved"] and (given["keep"] is None or given["session_file"] is None):
-        raise UsageError("--keep-saved belongs to --keep and --session; add them")
+        raise UsageError("--keep-saved needs --keep and --session; add both options")
     question = _question(prompt)
     if question is None and given["as_json"]:
-        raise UsageError("--json needs a PROMPT, as argument or from a pipe")
+        raise UsageError("--json needs a PROMPT; give PROMPT as an argument or through a pipe")
     if given["logprobs"] is not None and not given["as_json"]:
-        raise UsageError("--logprobs are part of what --json prints; add it")
+        raise UsageError("--logprobs needs --json; add --json")
     if given["videos"] and not (given["stream"] and question is not None):
-        raise UsageError("--video needs --stream, which reads its frames one by one, and a PROMPT")
+        raise UsageError("--video needs --stream and a PROMPT; add both")
     if given["fps"] is not None and not given["videos"]:
-        raise UsageError("--fps is of a --video; name one, or leave it out")
+        raise UsageError("--fps needs --video; add --video PATH, or omit --fps")
     model, mmproj = modelfiles.model_files(given)
     if (given["images"] or given["videos"]) and mmproj is None:
         what = "--image" if given["images"] else "--video"
@@ -172,7 +174,8 @@ def _talk(
 
     if given["keep_saved"] and replays(plan):
         raise UsageError(
-            f"method '{plan.method}' reads a conversation a second time, which no file holds; leave --keep-saved out"
+            f"--keep-saved does not work with method '{plan.method}', which reads the conversation twice; omit "
+            f"--keep-saved"
         )
     chosen = sampling.chosen(given)
     if question is not None:
@@ -195,7 +198,9 @@ def _talk(
         stop_if_set(cancel)  # Ctrl-C was pressed while nothing checked it, as during the load of the image encoder
         if file is not None and paths.ask(Path.exists, file):
             if given["system"]:
-                raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
+                raise UsageError(
+                    f"--system cannot change the conversation in {file}, which already has messages; omit --system"
+                )
             with as_event(cancel):
                 session.load(file, plan)
             stop_if_set(cancel)
@@ -219,7 +224,7 @@ def _session_file(path: Path | None) -> Path | None:
         return None
     path = paths.expanded(path)
     if not paths.ask(Path.is_dir, path.parent):
-        raise UsageError(f"--session {path} cannot be written: there is no folder {path.parent}")
+        raise UsageError(f"--session {path} cannot be written: the folder {path.parent} does not exist")
     if paths.ask(Path.exists, path):  # an impossible name is the user's mistake, not a failure of the file
         try:
             require_file(path)
@@ -237,7 +242,7 @@ def _question(prompt: str | None) -> str | None:
     data = b"" if sys.stdin is None else sys.stdin.buffer.read()
     text = data.decode("utf-8", "replace")
     if b"\0" in data and text.encode() != data:  # zeros alone may be UTF-8, wrong letters alone another encoding
-        raise UsageError("what comes through the pipe is no text in UTF-8; a picture is given by --image PATH")
+        raise UsageError("the input from the pipe is not UTF-8 text; give a picture with --image PATH")
     if not text.strip():
-        raise UsageError("the prompt is empty; write a question, as argument or through a pipe")
+        raise UsageError("the prompt is empty; give a question as an argument or through a pipe")
     return text.rstrip("\r\n")

@@ -48,7 +48,7 @@ class Number(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if number != number:
-            self.fail(f"{value} is no number", param, ctx)
+            self.fail(f"{value} is not a number", param, ctx)
         return number
 
 

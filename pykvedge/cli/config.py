@@ -23,7 +23,7 @@ from pykvedge.system.files import is_there, write_whole
 @options.JSON
 @click.pass_context
 def config(context: click.Context, as_json: bool) -> None:
-    """Set once what you would type each time.
+    """Set default values of options.
 
     An omitted option takes the variable KVEDGE_NAME of the environment, then the configuration file, then its default.
     chat, run, serve and fit use all settings. bench, eval, inspect and calibrate use only model, mmproj, threads,
@@ -35,13 +35,13 @@ def config(context: click.Context, as_json: bool) -> None:
       kvedge config set method lookm
       kvedge config set gpu-layers auto
       KVEDGE_THREADS=4 kvedge chat "Hello"
-      kvedge config                     what is set, and where
+      kvedge config                     all settings, and where each is set
       kvedge config unset method
     """
     if context.invoked_subcommand is None:
         _show(as_json)
     elif as_json:
-        raise UsageError(f"--json stands behind {context.invoked_subcommand}")
+        raise UsageError(f"--json is in the wrong place; write --json after {context.invoked_subcommand}")
 
 
 def _complete(context: click.Context, _: Any, begun: str) -> list[completion.CompletionItem]:
@@ -52,7 +52,7 @@ def _complete(context: click.Context, _: Any, begun: str) -> list[completion.Com
 @config.command(cls=Command)
 @options.JSON
 def show(as_json: bool) -> None:
-    """Show what is set, and where."""
+    """Show every setting and where it is set."""
     _show(as_json)
 
 
@@ -66,7 +66,11 @@ def _show(as_json: bool) -> None:
         click.echo(f"{_line(key, one.value)}  # {one.source}")
     if not found:
         keys = ", ".join(sorted(_known()))
-        click.echo(f"nothing is set in {configured.file()}; `kvedge config set KEY VALUE` takes {keys}", err=True)
+        click.echo(
+            f"{configured.file()} has no settings; set one with `kvedge config set KEY VALUE`, where KEY is "
+            f"one of {keys}",
+            err=True,
+        )
 
 
 @config.command(cls=Command)
@@ -100,7 +104,7 @@ def set_key(key: str, value: str) -> None:
 def unset(key: str) -> None:
     """Remove a setting from the file."""
     if key not in configured.stored():
-        raise UsageError(f"{key} is not set in {configured.file()}")
+        raise UsageError(f"{key} is not set in {configured.file()}; `kvedge config` lists the settings")
     _rewrite(key, None)
 
 
@@ -159,6 +163,8 @@ def _rewrite(key: str, line: str | None) -> None:
             raise ValueError
         write_whole(path, text)
     except ValueError:
-        raise UsageError(f"{path} has {key} in a form that only its author can change; edit the file") from None
+        raise UsageError(
+            f"kvedge cannot change {key} in {path}, because the line has an unusual form; edit the file"
+        ) from None
     except OSError as error:
         raise SaveError(f"the configuration {path} cannot be written: {error.strerror or error}") from None

@@ -49,7 +49,9 @@ def file() -> Path:
     try:
         home = Path.home()
     except RuntimeError:
-        raise UsageError("the home folder cannot be found; set KVEDGE_CONFIG to a path of the configuration") from None
+        raise UsageError(
+            "the home folder cannot be found; set KVEDGE_CONFIG to the path of the configuration file"
+        ) from None
     if sys.platform == "win32":
         folder = Path(os.environ.get("APPDATA") or home / "AppData" / "Roaming")
     elif sys.platform == "darwin":
@@ -70,7 +72,7 @@ def stored() -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"the configuration {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise UsageError(f"the configuration {path} is not TOML: {error}; mend the file, or remove it") from None
+        raise UsageError(f"the configuration {path} is not TOML: {error}; correct the file, or remove it") from None
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -87,7 +89,9 @@ def settings(known: Iterable[str]) -> dict[str, Setting]:
     names, path, found = set(known), file(), {}
     for key, value in stored().items():
         if key not in names:
-            raise unknown("key", key, names, [f"it is in {path}; `kvedge config unset {key}` removes it"])
+            raise unknown(
+                "key", key, names, [f"{key} is set in {path}; `kvedge config unset {key}` removes the setting"]
+            )
         if not isinstance(value, (str, int, float)):
             raise UsageError(f"{key} in {path} must be a text, a number, true or false")
         found[key] = Setting(value, str(path))
@@ -106,7 +110,9 @@ def _warn_of_unknown(names: Iterable[str]) -> None:
         if name.startswith("KVEDGE_") and name not in known and not name.startswith(_OTHERS):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             hint = f"did you mean {near[0]}?" if near else "`kvedge config` lists the settings"
-            warnings.warn(f"the variable {name} is no setting; {hint}", KvedgeWarning, stacklevel=2)
+            warnings.warn(
+                f"the environment variable {name} is not a setting of kvedge; {hint}", KvedgeWarning, stacklevel=2
+            )
 
 
 def variable(key: str) -> str:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @command()
-@click.option("--devices", is_flag=True, help="Measure the processor and each GPU too, some ten seconds each.")
+@click.option("--devices", is_flag=True, help="Also measure the processor and each GPU, about ten seconds each.")
 @options.taking(options.JSON, options.QUIET)
 def doctor(devices: bool, as_json: bool, quiet: bool) -> None:
-    """Tell what this machine is, and whether kvedge is sound on it.
+    """Describe this machine, and check that kvedge computes correctly on it.
 
     Loads the libraries, and compares every table of kernels, and the products of every weight type in every kind of
     memory that llama.cpp may use, with plain loops. Asks the packaged model a question with a known answer. All this
@@ -74,7 +74,7 @@ def _rows(found: Diagnosis) -> list[tuple[str, str]]:
     from pykvedge.doctor.diagnosis import machine
 
     m, facts = machine(), found.facts()
-    features = "not told by the system" if m["features"] is None else " ".join(m["features"]) or "none that matter here"
+    features = "unknown" if m["features"] is None else " ".join(m["features"]) or "none that kvedge uses"
     rows = [
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['system']}"),
         ("features", features),
@@ -118,7 +118,7 @@ def _speeds(facts: dict[str, Any]) -> str:
 def _memory(m: dict[str, Any]) -> str:
     known = [("available", "available_bytes"), ("", "memory_bytes")]
     parts = [f"{readable(m[key])} {word}".strip() for word, key in known if m[key] is not None]
-    text = " of ".join(parts) or "not told by the system"
+    text = " of ".join(parts) or "unknown"
     for what, key in (("control group", "cgroup_limit_bytes"), ("address space", "address_space_limit_bytes")):
         text += f", {what} limited to {readable(m[key])}" if m[key] is not None else ""
     return text

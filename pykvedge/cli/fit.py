@@ -36,29 +36,29 @@ _COUNT = click.IntRange(0, 10**6)
     *options.HUB,
     options.IMAGE,
     option("--images", "n_images", group="Picture", common=True, type=_COUNT, metavar="N",
-           help="Images in the prompt, if there are none at hand. Default: 1 with an image encoder."),
+           help="The number of images in the prompt, without --image. Default: 1 if the model has an image encoder."),
     option("--image-size", group="Picture", common=True, metavar="WxH",
-           help="Pixels of each image. Default: those of --image, or 1024x768."),
+           help="The size of each image in pixels, without --image. Default: 1024x768."),
     *options.IMAGE_LIMITS,
     option("--encoder-tokens", group="Picture", type=click.IntRange(1, 10**6), metavar="N",
-           help="Tokens that the encoder makes of each image, if you know."),
+           help="The number of tokens that the encoder makes from each image, if you know it."),
     option("--text", "text_tokens", group="Answer", common=True, type=click.IntRange(1, 10**8), default=64,
            show_default=True, metavar="N",
-           help="Tokens of text in the prompt."),
+           help="The number of text tokens in the prompt."),
     *options.COMPOSITION,
     options.CTX,
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
     option("--keep", group="What is kept", config=True, type=click.Choice(("ram", "disk")),
-           help="Count whole rows behind the kept ones, in memory or in a file."),
+           help="Also count the rows of `kvedge chat --keep`, in memory or in a file."),
     options.KEEP_TYPE,
     options.JSON,
 )  # fmt: skip
 def fit(file: Path | None, **given: Any) -> None:
-    """Tell what memory a conversation takes, before it is loaded.
+    """Estimate the memory of a conversation before loading the model.
 
-    It also says where an image is made cheaper: before the encoder, by --image-max-tokens, or after, by --image-tokens.
+    It also says which option makes an image cheaper: --image-max-tokens (before the encoder) or --image-tokens (after).
     The figures come from the metadata of the files: weights, image encoder, compute buffers, and the KV cache of stock
     llama.cpp, of the whole prompt, and compressed. It says whether these fit this machine, and how many images would
     fit. With GPUs or --rpc it also says which layers go there and their memory; --gpu-layers auto finds how many fit.
@@ -69,7 +69,7 @@ def fit(file: Path | None, **given: Any) -> None:
     Examples:
       kvedge fit model.gguf --images 4
       kvedge fit model.gguf --images 8 --image-size 1920x1080 --budget 0.1
-      kvedge fit -hf user/repo:Q4_K_M --images 4      before gigabytes are fetched
+      kvedge fit -hf user/repo:Q4_K_M --images 4      before the download
       kvedge fit model.gguf --text 8000 --ctx 16384 --json
       kvedge fit model.gguf --text 16000 --method snapkv --gpu-layers auto
       kvedge fit model.gguf --image report.pdf --image-tokens 0.25 --budget 0.1
@@ -79,7 +79,7 @@ def fit(file: Path | None, **given: Any) -> None:
     from pykvedge.system import memory
 
     if file is not None and given["model"] is not None:
-        raise UsageError(f"{file} and --model name a model each; pass one")
+        raise UsageError(f"{file} and --model both name a model; pass one of them")
     options.load_plugins(given)
     KvType.parse(given["kv_type"])
     plan = options.chosen_plan(given)
@@ -169,7 +169,9 @@ def _grids(model: Header, projector: Header, sizes: list[tuple[int, int]], given
     limits = token_limits(projector, *asked)
     if given["encoder_tokens"]:
         if any(asked):
-            raise UsageError("--encoder-tokens says how many tokens there are; leave the limits of them out")
+            raise UsageError(
+                "--encoder-tokens excludes --image-min-tokens and --image-max-tokens; omit one or the other"
+            )
         return []
     try:
         return [image_grid(projector, *size, limits) for size in sizes]
@@ -192,7 +194,9 @@ def _conversation_size(request: Request) -> ConversationSize:
 def _sizes(given: dict[str, Any], projector: Header | None) -> list[tuple[int, int]]:
     """Returns the width and height of every picture and page."""
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
-        raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
+        raise UsageError(
+            "--image excludes --images and --image-size, because the files give number and size; omit one or the other"
+        )
     from pykvedge.models.images import scaled_size
 
     limits = options.image_limits(given)
@@ -211,14 +215,14 @@ def _placed(placement: Placement) -> list[str]:
         n = len(share.layers)
         what = f"layers {share.layers[0] + 1} to {share.layers[-1] + 1} of {placement.n_layers}" if n else "no layer"
         what += " and the output" if share.output else ""
-        verdict = "it fits" if share.fits else "it does not fit: fewer --gpu-layers, or auto"
+        verdict = "fits" if share.fits else "does not fit: use fewer --gpu-layers, or auto"
         lines.append(
             f"{share.device.name} takes {what}: weights {readable(share.weights)}, KV cache of the prompt "
             f"{readable(share.kv_prompt)} and of the answer {readable(share.kv_kept)}, working memory "
-            f"{readable(share.working)}; {readable(share.usable)} can be used: {verdict}"
+            f"{readable(share.working)}; {readable(share.usable)} are available: {verdict}"
         )
     if lines:
-        lines.append("keys and values of these layers are on the host, too, while they are compressed")
+        lines.append("during compression the host also holds a copy of the keys and values of these layers")
     return lines
 
 
@@ -227,7 +231,7 @@ def _verdict(f: Footprint, placement: Placement, out: dict[str, Any]) -> str:
     needed, available = (out["bytes"][name] for name in ("needed", "available"))
     cache = f"KV {readable(f.kv_prompt)} -> {readable(f.kv_kept)} ({out['method']} {out['budget']})"
     if available is None:
-        return f"Needs {readable(needed)}, {cache}; how much memory is available cannot be told"
+        return f"Needs {readable(needed)}, {cache}; the available memory is unknown"
     memory = f"needs {readable(needed)} of {readable(available)}"
     if out["fits"]:
         return f"Fits: {cache}, {memory}"
@@ -244,14 +248,14 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
         ("image encoder", *[f.encoder] * 3),
         ("encoding an image", *[f.encoder_compute] * 3),
         ("compute buffers", f.compute_stock, f.compute, f.compute),
-        ("KV cache, while it reads", f.kv_stock, f.kv_prompt, f.kv_prompt),
-        ("scores, a compressed layer", 0, 0, f.scores_and_layer),
+        ("KV cache, prefill", f.kv_stock, f.kv_prompt, f.kv_prompt),
+        ("scores, one compressed layer", 0, 0, f.scores_and_layer),
         ("Gram matrices", 0, 0, f.grams),
-        ("KV cache, while it answers", f.kv_stock, f.kv_prompt, f.kv_kept),
+        ("KV cache, decode", f.kv_stock, f.kv_prompt, f.kv_kept),
         ("whole rows, in memory", 0, 0, f.whole_memory),
         ("whole rows, in a file", 0, 0, f.whole_file),
-        ("peak, while it reads", f.peak_stock, f.peak_full, f.peak_prefill),
-        ("while it answers", f.peak_stock, f.answer_full, f.after_compression),
+        ("peak, prefill", f.peak_stock, f.peak_full, f.peak_prefill),
+        ("total, decode", f.peak_stock, f.answer_full, f.after_compression),
     ]
     columns = ("stock llama.cpp", "kvedge, all kept", request.plan.method)
     alike = request.all_images in (0, request.n_images * request.image_tokens)
@@ -266,11 +270,11 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
     lines = [f"{name:<29}" + "".join(f"{x:>17}" for x in figures) for name, *figures in [("", *columns), *shown]]
     notes, n_ctx = [_given_back(f)], request.n_ctx or out["n_ctx_train"]
     if f.prompt_tokens > n_ctx:
-        notes.append(f"kvedge refuses a prompt of {f.prompt_tokens} tokens in a context of {n_ctx}: set --ctx.")
+        notes.append(f"The prompt has {f.prompt_tokens} tokens, more than the context of {n_ctx}: set a larger --ctx.")
     if not request.keep and f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
         notes.append(
-            f"With --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
-            f"read, compute buffers {readable(f.compute_bounded)}, peak {readable(f.peak_bounded)}."
+            f"With --bounded, if model and method allow it: KV cache {readable(f.kv_bounded)} during prefill, "
+            f"compute buffers {readable(f.compute_bounded)}, peak {readable(f.peak_bounded)}."
         )
     notes += _placed(placement)
     return "\n".join([
@@ -279,14 +283,14 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
 
 
 def _given_back(f: Footprint) -> str:
-    first = "what encoding an image took before the prompt is read, and " if f.encoder_compute else ""
-    text = f"kvedge gives back {first}the compute buffers when the prompt is complete."
+    first = "the buffers of the image encoder before prefill, and " if f.encoder_compute else ""
+    text = f"kvedge frees {first}the compute buffers after prefill."
     if f.reclaimable:
-        text += f" The system may drop {readable(f.reclaimable)} of file pages, which are not counted as needed."
+        text += f" {readable(f.reclaimable)} of file pages are not counted, because the system may drop them."
     if f.whole_file:
         text += (
-            f" Whole rows are in memory until they are written; then {readable(f.whole_file)} of them are in a file "
-            "that the system may drop."
+            f" The rows of --keep are in memory until they are written; then {readable(f.whole_file)} of these rows "
+            f"are in a file whose pages the system may drop."
         )
     return text
 
@@ -299,10 +303,14 @@ def _most(request: Request, out: dict[str, Any]) -> list[str]:
     method = request.plan.method
     rows = [
         ("stock llama.cpp", most["stock"], ""),
-        (f"{method}, one prompt", most["one_prompt"], "all rows are there until it is complete"),
+        (f"{method}, one prompt", most["one_prompt"], "all rows until the prompt is complete"),
         (f"{method}, --bounded", most.get("bounded"), "at most one layer has all rows"),
-        (f"{method}, one a message", most["one_per_message"], "each is compressed before the next"),
-        ("the model was trained for", max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens), ""),
+        (f"{method}, one per message", most["one_per_message"], "each message is compressed at its end"),
+        (
+            "limit of the training length",
+            max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens),
+            "",
+        ),
     ]
     shown = [f"  {name:<29}{n:>8}  {why}".rstrip() for name, n, why in rows if n is not None]
-    return [f"images of {request.image_tokens} tokens that memory holds:", *shown]
+    return [f"number of images of {request.image_tokens} tokens that fit in memory:", *shown]

@@ -29,7 +29,7 @@ from pykvedge.plans.registry import STAGES, member, members
 @options.PLUGIN
 @option(
     "--check", "checking", is_flag=True,
-    help="Try the method, or the stage of that name, on many prompts; exit code 1 if a rule is broken.",
+    help="Check the rules of this method or stage on many prompts. Exit code 1: a rule is broken.",
 )  # fmt: skip
 def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> None:
     """List the compression methods, explain one, or check one.
@@ -38,13 +38,13 @@ def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> No
     Examples:
       kvedge methods
       kvedge methods lookm
-      kvedge methods lookm --json        the plan, to keep or change (--plan)
+      kvedge methods lookm --json        the plan as JSON, for --plan
       kvedge methods --check mine --plugin mine.py
     """
     options.load_plugins(given)
     if checking:
         if name is None:
-            raise UsageError("--check needs the name of a method or stage")
+            raise UsageError("--check needs the name of a method or stage: kvedge methods --check NAME")
         sys.exit(_check(name, as_json))
     if name is not None:
         chosen = preset(name)
@@ -100,14 +100,17 @@ def _as_object(p: Preset) -> dict[str, object]:
 
 
 def _table(chosen: Iterable[Preset]) -> str:
-    rows = [("method", "budget", "what it keeps"), *((p.name, str(plan(p.name).budget), p.summary) for p in chosen)]
+    rows = [
+        ("method", "budget", "KV pairs that the method keeps"),
+        *((p.name, str(plan(p.name).budget), p.summary) for p in chosen),
+    ]
     names, budgets = (max(len(row[i]) for row in rows) for i in range(2))
     indent = " " * (names + budgets + 4)
     lines = [
         textwrap.fill(f"{name:{names}}  {budget:{budgets}}  {text}", WIDTH, subsequent_indent=indent)
         for name, budget, text in rows
     ]
-    lines += ["", "`kvedge methods NAME` explains one; every option of `kvedge chat` changes a part of it."]
+    lines += ["", "`kvedge methods NAME` explains a method; options of `kvedge chat` change its parts."]
     return "\n".join(lines)
 
 
@@ -142,12 +145,12 @@ def _explain(p: Preset) -> str:
     shown = str(made.recent) if share is None else f"auto: {share} of a budget of 100" if share else "auto: none"
     lines.append(f"  recent    {shown} (--recent)")
     lines.append(f"  sinks     {made.sinks} (--sinks)")
-    prior = "yes, text outranks image tokens" if made.text_prior else "no"
+    prior = "yes, text is kept before image tokens" if made.text_prior else "no"
     lines.append(f"  text      {prior} (--text-prior / --no-text-prior)")
-    half = f"{made.critical}, after the best half of the {made.critical_half}" if made.critical != "none" else "none"
+    half = f"{made.critical}, after the first half ({made.critical_half})" if made.critical != "none" else "none"
     lines.append(f"  critical  {half} (--critical {', '.join(CRITICAL)}; --critical-half {', '.join(CRITICAL_HALF)})")
     lines.append(
         f"  images    {made.image_tokens} of an image's tokens, pruner {made.pruner} (--image-tokens, --pruner)"
     )
-    lines.append(f"  others    {made.reducer} (--reducer {', '.join(members('reducer'))})")
+    lines.append(f"  dropped   {made.reducer} (--reducer {', '.join(members('reducer'))})")
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 12) for line in lines)

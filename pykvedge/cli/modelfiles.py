@@ -40,8 +40,8 @@ def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
     demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
     if mmproj is not None or not demo.exists():
         raise UsageError(
-            "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images; or -hf USER/REPO, which "
-            "fetches both, as of ggml-org/SmolVLM-500M-Instruct-GGUF"
+            "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images, or download both files "
+            "with -hf USER/REPO, for example -hf ggml-org/SmolVLM-500M-Instruct-GGUF"
         )
     return demo, demo_mmproj if demo_mmproj.exists() else None
 
@@ -85,15 +85,17 @@ def hub_name(given: Mapping[str, Any]) -> str | None:
     """
     name = given.get("hf_repo")
     if name is not None and given["model"] is not None:
-        raise UsageError("--model and -hf name a model each; pass one")
+        raise UsageError("--model and -hf both name a model; pass one of them")
     if name is None and given["model"] is not None:
         name = as_name(given["model"])
     if name is None:
         for option in ("hf_file", "hf_mmproj", "offline") if "hf_repo" in given else ():
             if given.get(option):
-                raise UsageError(f"--{option.replace('_', '-')} goes with -hf USER/REPO")
+                raise UsageError(
+                    f"--{option.replace('_', '-')} needs -hf USER/REPO; add -hf, or omit --{option.replace('_', '-')}"
+                )
     elif given["mmproj"] is not None and given.get("hf_mmproj"):
-        raise UsageError("--mmproj and --hf-mmproj name an image encoder each; pass one")
+        raise UsageError("--mmproj and --hf-mmproj both name an image encoder; pass one of them")
     return name
 
 
@@ -117,8 +119,8 @@ def _one_of(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UsageError(f"the folder {path} has no GGUF model")
-    raise UsageError(f"the folder {path} has several models: {', '.join(p.name for p in found)}; name one")
+        raise UsageError(f"the folder {path} has no GGUF model; name a GGUF file")
+    raise UsageError(f"the folder {path} has several models: {', '.join(p.name for p in found)}; name one file")
 
 
 def _encoder_of(given: Mapping[str, Any]) -> Path | None:
@@ -145,13 +147,16 @@ def _beside(model: Path, given: Mapping[str, Any]) -> Path | None:
     fitting = [path for path in fitting if _base(path) == _base(model)] or fitting
     if len({_base(path) for path in fitting}) > 1:
         names = ", ".join(path.name for path in fitting)
-        raise UsageError(f"several image encoders beside {model.name} fit: {names}; pass one with --mmproj, or none")
+        raise UsageError(
+            f"several image encoders in the folder of {model.name} fit: {names}; pass one with "
+            f"--mmproj, or --mmproj none"
+        )
     if not fitting:
         return None
     bits = split_of(model.name).bits
     chosen = min(fitting, key=lambda path: abs(split_of(path.name).bits - bits))
     if not given.get("quiet"):
-        click.echo(f"kvedge: image encoder {printable(chosen.name)}, found beside the model", err=True)
+        click.echo(f"kvedge: image encoder {printable(chosen.name)}, found in the model's folder", err=True)
     return chosen
 
 

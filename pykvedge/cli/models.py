@@ -44,7 +44,7 @@ def pull(name: str, **given: Any) -> None:
 
 @command("rm")
 @click.argument("name", metavar=_NAME, shell_complete=completion.models)
-@option("--yes", is_flag=True, help="Do not ask.")
+@option("--yes", is_flag=True, help="Remove without asking.")
 @options.taking(options.JSON)
 def remove(name: str, yes: bool, as_json: bool) -> None:
     """Remove a model from the cache.
@@ -54,8 +54,8 @@ def remove(name: str, yes: bool, as_json: bool) -> None:
 
     \b
     Examples:
-      kvedge rm user/repo:Q8_0        what other models use stays
-      kvedge rm user/repo --yes       the whole repository, without being asked
+      kvedge rm user/repo:Q8_0        one quantisation
+      kvedge rm user/repo --yes       the whole repository, without a question
     """
     from pykvedge.models import hub
 
@@ -72,7 +72,9 @@ def remove(name: str, yes: bool, as_json: bool) -> None:
 
 def _agreed(found: Removal) -> bool:
     if not _at_terminal():
-        raise UsageError(f"removing {found.name} needs your word: pass --yes, as nobody sits at a terminal")
+        raise UsageError(
+            f"kvedge cannot ask before it removes {found.name}, because stdin is not a terminal; pass --yes"
+        )
     for path in found.files:
         click.echo(f"  {path}", err=True)
     question = f"Remove {'all of ' if found.whole else ''}{found.name}, {readable(found.bytes)}?"
@@ -89,7 +91,7 @@ def list_models(as_json: bool) -> None:
     """List the models in the cache, with their sizes.
 
     `kvedge run` takes them by name. llama.cpp and huggingface_hub use the same cache: LLAMA_CACHE, HF_HUB_CACHE
-    or HF_HOME name its folder, else it is ~/.cache/huggingface/hub. `kvedge pull` adds a model, `kvedge rm` removes
+    or HF_HOME sets its folder; the default is ~/.cache/huggingface/hub. `kvedge pull` adds a model, `kvedge rm` removes
     one.
     """
     from pykvedge.models import hub
@@ -111,9 +113,10 @@ def list_models(as_json: bool) -> None:
                   readable(m.mmproj_bytes) if m.mmproj else "none"] for m in found]  # fmt: skip
         click.echo(markdown([head, *table]))
     else:
-        click.echo(f"no models in {hub.cache_dir()}; `kvedge pull USER/REPO` fetches one", err=True)
+        click.echo(f"no models in {hub.cache_dir()}; `kvedge pull USER/REPO` downloads one", err=True)
     for repo, n_bytes in begun.items():
         click.echo(
-            f"{repo}: a download stopped after {readable(n_bytes)}; `kvedge pull` of the same name goes on with it",
+            f"{repo}: the download stopped after {readable(n_bytes)}; `kvedge pull` with the same name continues "
+            f"the download",
             err=True,
         )

@@ -28,7 +28,10 @@ _PLAN_SETTINGS = (
 )  # fmt: skip
 _LARGEST_PLAN = 1 << 20  # bytes
 MODEL_HELP = "The language model: a file, its folder, or USER/REPO[:QUANT]. Default: the packaged demo model."
-_BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2; kvedge, mixkv: 0.5."
+_BUDGET_HELP = (
+    "KV pairs to keep: a share of the prompt (0.2), or a number per layer and KV head (128). Default: "
+    "0.2; 0.5 for methods kvedge and mixkv."
+)
 
 
 class FilePath(click.Path):
@@ -45,7 +48,7 @@ class FilePath(click.Path):
             os.lstat(given)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                self.fail(f"'{given[:40]}...' is no path: {error.strerror}", param, context)
+                self.fail(f"the path '{given[:40]}...' is invalid: {error.strerror}", param, context)
         return path
 
 
@@ -99,29 +102,33 @@ class LayerCount(click.ParamType):
 MODEL = option("--model", "-m", group="Model", common=True, config=True, type=PATH, metavar="MODEL",
                shell_complete=completion.files_or_models, help=MODEL_HELP)  # fmt: skip
 MMPROJ = option("--mmproj", "-mm", group="Model", common=True, config=True, type=PATH, metavar="FILE.gguf",
-                help="The image encoder of the model, or none. Default: the one beside the model.")  # fmt: skip
+                help="The image encoder (mmproj file) of the model, or 'none'. Default: the mmproj file in the "
+                     "model's folder.")  # fmt: skip
 HUB = (
     option("-hf", "--hf-repo", "hf_repo", group="Model", common=True, metavar="USER/REPO[:QUANT]",
            shell_complete=completion.models,
-           help="A model by name: fetched once, with its image encoder, then found in the cache (`kvedge list`); "
-                "Q4_K_M or Q8_0 where no QUANT is named."),
+           help="A model by name. The first use downloads the model and its image encoder into the cache (`kvedge "
+                "list`). Default QUANT: Q4_K_M, else Q8_0."),
     option("--hf-file", "-hff", group="Model", metavar="PATH",
-           help="The model's file in the repository, if no QUANT tells it apart."),
+           help="The model's file in the repository, if QUANT does not select one file."),
     option("--hf-mmproj", group="Model", metavar="PATH",
-           help="Its image encoder there, if not the usual one; 'none' for none."),
+           help="The image encoder's file in the repository, or 'none'. Default: chosen automatically."),
     option("--offline", group="Model", is_flag=True,
-           help="Only models that are in the cache: nothing is asked of the network."),
+           help="Use only models in the cache, and make no network request."),
 )  # fmt: skip
 IMAGE = option(
     "--image", "images", group="Picture", common=True, type=PATH, multiple=True, metavar="PATH",
-    help="An image to ask about; repeatable. jpg, png, webp, bmp, gif; of a pdf each page, or some: 'report.pdf[3-7]'.",
+    help="An image to ask about; repeatable. Formats: jpg, png, webp, bmp, gif, and pdf: all pages, or some: "
+         "'report.pdf[3-7]'.",
 )  # fmt: skip
 
 IMAGE_LIMITS = (
     option("--image-min-tokens", group="Picture", config=True, type=Whole(), metavar="N",
-           help="The least tokens of an image, which is enlarged for them before it is encoded."),
+           help="Enlarge each image before encoding until it has at least N tokens. Only for encoders that take "
+                "images of any size."),
     option("--image-max-tokens", group="Picture", config=True, type=Whole(), metavar="N",
-           help="The most, for which it is made smaller. Both for encoders that take images of any size."),
+           help="Shrink each image before encoding until it has at most N tokens. Only for encoders that take images "
+                "of any size."),
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
@@ -130,12 +137,12 @@ IMAGE_LIMITS = (
 _KEPT = "What is kept"
 METHOD = option("--method", group=_KEPT, common=True, config=True, metavar="NAME",
                 shell_complete=completion.methods,
-                help=f"How KV pairs are chosen (`kvedge methods`). Default: {DEFAULT_METHOD}; "
-                     f"in streams {STREAM_METHOD}.")  # fmt: skip
+                help=f"The compression method (`kvedge methods` lists them). Default: {DEFAULT_METHOD}; with "
+                     f"--stream: {STREAM_METHOD}.")  # fmt: skip
 BUDGET = option("--budget", group=_KEPT, common=True, config=True, metavar="AMOUNT", help=_BUDGET_HELP)
 PLUGIN = option(
     "--plugin", "plugins", group=_KEPT, type=PATH, multiple=True, metavar="FILE",
-    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
+    help="A plugin with your own methods or stages: a .py file or a shared library; repeatable.",
 )  # fmt: skip
 SET = option("--set", "changes", group=_KEPT, multiple=True, metavar="STAGE.NAME=VALUE",
              shell_complete=completion.settings,
@@ -143,54 +150,57 @@ SET = option("--set", "changes", group=_KEPT, multiple=True, metavar="STAGE.NAME
 # options that change parts of a method
 CHANGES = (
     option("--recent", group=_KEPT, metavar="AMOUNT",
-           help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
-    option("--sinks", group=_KEPT, type=int, metavar="N", help="First tokens that are always kept."),
-    option("--text-prior/--no-text-prior", group=_KEPT, default=None, help="Whether text outranks image tokens."),
+           help="The number of last tokens that are always kept: a number (16), a share of the prompt (0.1), or auto."),
+    option("--sinks", group=_KEPT, type=int, metavar="N", help="The number of first tokens that are always kept."),
+    option("--text-prior/--no-text-prior", group=_KEPT, default=None, help="Keep text before image tokens."),
     option("--critical", group=_KEPT, metavar="NORM",
-           help="Choose what the best half leaves by attention times the norm of what a value adds: l1, l2 or none."),
+           help="Select the first half of the budget by score, and the rest by attention times the norm of the "
+                "value's output: l1, l2 or none."),
     option("--critical-half", group=_KEPT, metavar="OF",
-           help="That half is one of the budget, protected tokens included (budget), or of the others (free)."),
+           help="The half of --critical counts protected tokens (budget) or does not count them (free)."),
     option("--scorer", group=_KEPT, metavar="NAME", shell_complete=completion.members,
-           help="Another scorer for the method. See `kvedge methods NAME`."),
-    option("--allocator", group=_KEPT, metavar="NAME", shell_complete=completion.members, help="Another allocator."),
+           help="Use another scorer in the method. See `kvedge methods NAME`."),
+    option("--allocator", group=_KEPT, metavar="NAME", shell_complete=completion.members, help="Use another "
+    "allocator."),
     option("--reducer", group=_KEPT, metavar="NAME", shell_complete=completion.members,
-           help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),
+           help="How to reduce the KV pairs that are not kept: evict, averaged, pivotal, weighted, ..."),
     option("--decode", group=_KEPT, metavar="NAME", shell_complete=completion.members,
-           help="Another policy for what happens while the answer is generated."),
+           help="Use another policy for KV pairs during decoding."),
     option("--image-tokens", "image_tokens", group="Picture", metavar="AMOUNT",
-           help="What the model reads of each image, or tile of one: 0.5 of its tokens, or 288. Default: all."),
+           help="Tokens of each image or image tile to read: a share (0.5) or a number (288). Default: all."),
     option("--pruner", group="Picture", metavar="NAME", shell_complete=completion.members,
-           help="Who chooses them: residual (the default), grid, dart, random."),
+           help="The pruner that chooses the tokens of --image-tokens: residual (the default), grid, dart, random."),
     SET,
 )  # fmt: skip
 PLAN = option(
     "--plan", "plan_file", group=_KEPT, type=PATH, metavar="FILE.json",
-    help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it.",
+    help="A plan file, as `kvedge methods NAME --json` prints. It replaces --method and the options that change a "
+         "method.",
 )  # fmt: skip
 COMPOSITION = (METHOD, BUDGET, *CHANGES, PLAN, PLUGIN)
 PROFILE = option(
     "--profile", group=_KEPT, type=PATH, multiple=True, metavar="FILE.json",
-    help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself.",
+    help="A profile from `kvedge calibrate`, for methods that need one; repeatable. Default: found automatically.",
 )  # fmt: skip
 
 KEEP_TYPE = option(
     "--keep-type", group=_KEPT, config=True, type=click.Choice(KEEP_TYPES),
-    help="How --keep stores all rows: f16, as they are (the default), or q8_0, half as large and rounded.",
+    help="The type in which --keep stores KV rows: f16 (the default, exact) or q8_0 (half the size, rounded).",
 )  # fmt: skip
 KEEP = (
     option("--keep", group=_KEPT, common=True, config=True, type=click.Choice(("ram", "disk")),
-           help="Keep all rows behind the compressed ones, in memory or in a file that the system may drop: "
-                "a later message is answered as if the conversation were one prompt."),
+           help="Also keep all uncompressed KV rows, in memory (ram) or in a file (disk). A later message is then "
+                "answered as if the whole conversation were one prompt."),
     option("--keep-folder", group=_KEPT, config=True, type=PATH, metavar="PATH",
-           help="Where that file lies. Default: ~/.cache/kvedge/keep."),
+           help="The folder for the file of --keep disk. Default: ~/.cache/kvedge/keep."),
     option("--keep-space", group=_KEPT, config=True, metavar="SIZE",
-           help="What all rows may take there. Default: 20GiB."),
+           help="The largest size of all rows of --keep. Default: 20GiB."),
     KEEP_TYPE,
 )  # fmt: skip
 AGE = option(
     "--age", group=_KEPT, type=float, metavar="SHARE",
-    help="With --keep: each message halves (0.5) the pairs of images that it does not ask about; a question brings "
-    "them back.",
+    help="With --keep: each message reduces the KV pairs of images that it does not ask about to this share (0.5). A "
+         "question about an image restores its pairs.",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
@@ -198,49 +208,51 @@ AGE = option(
 
 _MACHINE = "Memory and devices"
 CTX = option("--ctx", "-c", also=("--ctx-size",), group=_MACHINE, common=True, config=True, type=Whole(), metavar="N",
-             help="Tokens that the conversation may hold. Default: up to 4096.")  # fmt: skip
+             help="The largest number of tokens in a conversation. Default: up to 4096.")  # fmt: skip
 THREADS = option("--threads", "-t", group=_MACHINE, common=True, config=True, type=Whole(), metavar="N",
-                 help="Default: one per physical core; for an answer one less where that is faster.")  # fmt: skip
+                 help="The number of processor threads. Default: one per physical core; one less in decoding if that "
+                      "is faster.")  # fmt: skip
 DEVICES = (
     option("--gpu-layers", "-ngl", also=("--n-gpu-layers",), group=_MACHINE, common=True, config=True,
            type=LayerCount(), metavar="N",
-           help="Layers on GPUs and other machines: a number, -1 for all, or auto for as many as fit."),
+           help="The number of layers on GPUs and other machines: a number, -1 for all, or auto for as many as fit."),
     option("--device", "-dev", group=_MACHINE, config=True, default="auto", show_default=True, metavar="NAMES",
-           help="Where layers may lie: auto, none, or names that `kvedge doctor` lists, as in CUDA0."),
+           help="Devices for the layers: auto, none, or names from `kvedge doctor`, for example CUDA0."),
     option("--rpc", group=_MACHINE, config=True, default="", metavar="HOST:PORT",
-           help="Other machines that run `kvedge rpc-server`, whose devices take layers; several with commas."),
+           help="Machines that run `kvedge rpc-server` and hold layers on their devices; separate several with "
+                "commas."),
 )  # fmt: skip
 PARENT = option("--parent-pid", group=_MACHINE, type=RunningProcess(), metavar="PID",
-                help="End with this process, and when stdin ends if that is a pipe.")  # fmt: skip
+                help="End when the process PID ends, or when stdin is a pipe and closes.")  # fmt: skip
 KV_TYPE = option(
     "--kv-type", group=_MACHINE, config=True, default="f16", show_default=True, metavar="TYPE",
     shell_complete=completion.of(lambda: NAMES),
-    help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
+    help=f"The type in which keys and values are stored: {', '.join(NAMES)}, or K:V, for example q8_0:q4_0.",
 )  # fmt: skip
 KV_ROTATE = option(
     "--kv-rotate", group=_MACHINE, default="auto", show_default=True, type=click.Choice(ROTATES), metavar="WHEN",
-    help="Rotate rows before they become q8_0, q4_0 or tq3, so that channels that stand out cost the others less: on, "
-    "off, or auto, as llama.cpp does where head sizes are multiples of 64.",
+    help="Rotate rows before they are stored as q8_0, q4_0 or tq3, to reduce the rounding error of large channels: "
+         "on, off, or auto (llama.cpp's rule: on if head sizes are multiples of 64).",
 )  # fmt: skip
 CACHE = (
     option("--cache", group="Picture", config=True, type=PATH, metavar="DIR",
-           help="Keep what was computed of images in this folder, for later runs and others at the same time."),
+           help="A folder that caches encoded images for later runs. Several runs may share the folder."),
     option("--cache-size", group="Picture", config=True, metavar="SIZE",
-           help="The most that the folder may take, as in 500MiB. Default: 4GiB."),
+           help="The largest size of the folder of --cache, for example 500MiB. Default: 4GiB."),
 )  # fmt: skip
 LOOKUP = option(
     "--lookup", group="Answer", is_flag=True,
-    help="Guess how an answer goes on by what was said before, and verify several tokens at once: the same answer, "
-    "sooner where it repeats a document or a form.",
+    help="Draft tokens of the answer from earlier text, and verify several at once. The answer is the same, and "
+         "sooner if it repeats earlier text.",
 )  # fmt: skip
 EXACT = option(
     "--exact", group="Answer", is_flag=True,
-    help="With --keep: draft answers with what is kept and verify them over the whole cache, so that they are the "
-    "answers of --method full.",
+    help="With --keep: draft answers with the compressed cache and verify them with the full cache. The answers "
+         "equal those of --method full.",
 )  # fmt: skip
 JSON = option("--json", "as_json", common=True, is_flag=True, help="Print one JSON object.")
-QUIET = option("--quiet", "-q", common=True, is_flag=True, help="Nothing on stderr but errors.")
-VERBOSE = option("--verbose", "-v", is_flag=True, help="llama.cpp's log on stderr.")
+QUIET = option("--quiet", "-q", common=True, is_flag=True, help="Print only errors on stderr.")
+VERBOSE = option("--verbose", "-v", is_flag=True, help="Print llama.cpp's log on stderr.")
 
 
 def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -268,7 +280,7 @@ def changes(given: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in map(_parsed, given["changes"]):
         if found.setdefault(name, value) != value:
-            raise UsageError(f"--set gives {name} two values, {found[name]} and {value}; leave one out")
+            raise UsageError(f"--set gives {name} two values, {found[name]} and {value}; omit one")
     return found
 
 
@@ -288,7 +300,10 @@ def chosen_plan(given: Mapping[str, Any], saved: Plan | None = None) -> Plan:
         method = unnamed if given["method"] is None else given["method"]
         return make_plan(method, given["budget"], **settings)
     if settings or given["method"] is not None or given["budget"] is not None:
-        raise UsageError("--plan holds the whole plan; change the file, or use --method without --plan")
+        raise UsageError(
+            "--plan excludes --method, --budget and the options that change a method; change the plan file, or omit "
+            "--plan"
+        )
     return read_plan(given["plan_file"])
 
 
@@ -311,12 +326,12 @@ def read_plan(path: Path) -> Plan:
         with paths.expanded(path).open("rb") as file:
             data = file.read(_LARGEST_PLAN + 1)  # a device has no end
         if len(data) > _LARGEST_PLAN:
-            raise UsageError(f"{path} is not a plan: it is too large")
+            raise UsageError(f"{path} is not a plan: the file is larger than {_LARGEST_PLAN >> 20} MiB")
         return Plan.from_json(data.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is not a plan: it is not text") from None
+        raise UsageError(f"{path} is not a plan: the file is not UTF-8 text") from None
 
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +350,7 @@ def cache(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of CACHE. Raises UsageError for an invalid size, or a size without --cache."""
     if given["cache"] is None:
         if given["cache_size"] is not None:
-            raise UsageError("--cache-size says how large the folder of --cache may become; name one")
+            raise UsageError("--cache-size needs --cache: add --cache DIR")
         return {}
     out: dict[str, Any] = {"cache": paths.expanded(given["cache"])}
     return out if given["cache_size"] is None else {**out, "cache_size": size("--cache-size", given["cache_size"])}
@@ -347,11 +362,11 @@ def keep(given: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
     if given["keep"] is None:
         for name in out:
-            raise UsageError(f"--{name.replace('_', '-')} belongs to --keep ram or --keep disk; add one of them")
+            raise UsageError(f"--{name.replace('_', '-')} needs --keep: add --keep ram or --keep disk")
         return {}
     if "keep_folder" in out:
         if given["keep"] != "disk":
-            raise UsageError("--keep-folder belongs to --keep disk")
+            raise UsageError("--keep-folder needs --keep disk: add --keep disk, or omit --keep-folder")
         out["keep_folder"] = os.fspath(paths.expanded(out["keep_folder"]))
     if "keep_space" in out:
         out["keep_space"] = size("--keep-space", out["keep_space"])
@@ -396,5 +411,5 @@ def listed(name: str, text: str) -> list[str]:
     """Splits "A,B" into its parts, each once. Raises UsageError if there is no part."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
-        raise UsageError(f"{name} is empty; name at least one")
+        raise UsageError(f"{name} is empty; give at least one value")
     return names

@@ -19,7 +19,7 @@ def expanded(path: Path | str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UsageError(f"{path} names a home folder that cannot be found; write the whole path") from None
+        raise UsageError(f"the home folder in the path {path} cannot be found; write the absolute path") from None
 
 
 def ask(question: Callable[[Path], bool], path: Path) -> bool:
@@ -27,7 +27,7 @@ def ask(question: Callable[[Path], bool], path: Path) -> bool:
     try:
         return question(path)
     except (OSError, ValueError) as error:  # the name is too long, or the folder is closed to this user
-        raise UsageError(f"{path} cannot be looked for: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"{path} cannot be accessed: {getattr(error, 'strerror', None) or error}") from None
 
 
 def typed(text: str) -> Path:
@@ -58,7 +58,7 @@ def _of_url(text: str) -> Path:
 
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:
-        raise UsageError(f"{text} names no file of this machine; write its path")
+        raise UsageError(f"{text} is not a file on this machine; write the file's path")
     return Path(url2pathname(parts.path))
 
 

@@ -86,8 +86,8 @@ class Program(click.Group):
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
               help="Show the versions of kvedge and of its libraries.")  # fmt: skip
-@click.option("--cflags", is_flag=True, help="Print what a C compiler needs to find the headers.")
-@click.option("--libs", is_flag=True, help="Print what it needs to link the libraries.")
+@click.option("--cflags", is_flag=True, help="Print the C compiler options for the headers.")
+@click.option("--libs", is_flag=True, help="Print the linker options for the libraries.")
 @click.option("--cmake-dir", is_flag=True, help="Print the folder of kvedge-config.cmake.")
 @click.pass_context
 def cli(context: click.Context, cflags: bool, libs: bool, cmake_dir: bool) -> None:
@@ -102,7 +102,10 @@ def cli(context: click.Context, cflags: bool, libs: bool, cmake_dir: bool) -> No
             context.fail("Missing command.")
         return
     if context.invoked_subcommand:
-        raise UsageError(f"--cflags, --libs and --cmake-dir take no command such as {context.invoked_subcommand}")
+        raise UsageError(
+            f"--cflags, --libs and --cmake-dir cannot be combined with the command "
+            f"{context.invoked_subcommand}; omit one"
+        )
     _show_c_package([*["Cflags"] * cflags, *["Libs"] * libs], cmake_dir)
 
 
@@ -139,7 +142,7 @@ def _prepare() -> None:
     warnings.showwarning = _warn
     _replace_closed_streams()
     if sys.stdout is None:
-        _complain("stdout is closed, so there is nowhere to write to")
+        _complain("stdout is closed, so kvedge cannot print its output; open stdout")
         sys.exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show all characters of an answer
@@ -199,7 +202,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, MemoryError):
         _complain("not enough memory; close other programs or use a smaller model")
         return 1
-    _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see where)")
+    _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see the traceback)")
     return 1
 
 

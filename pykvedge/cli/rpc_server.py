@@ -15,9 +15,9 @@ from pykvedge.errors import DeviceError, UsageError
 
 
 @command("rpc-server")
-@option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @option("--port", default=50052, show_default=True, type=click.IntRange(1, 65535))
-@option("--device", default="auto", metavar="NAMES", help="Devices to lend, as in CUDA0; auto: all there are.")
+@option("--device", default="auto", metavar="NAMES", help="Devices to lend, for example CUDA0; auto lends all devices.")
 @options.taking(options.THREADS)
 def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     """Lend this machine's devices to `kvedge chat --rpc`.
@@ -39,7 +39,7 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
         names = options.listed("--device", device)
         lent = [d for d in found if d.name in names]
         if len(lent) < len(names):
-            raise UsageError(f"--device {device}: this machine has {', '.join(d.name for d in found)}")
+            raise UsageError(f"--device {device} does not exist; this machine has {', '.join(d.name for d in found)}")
     try:
         alone = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -51,4 +51,6 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the server prints its messages on stdout
     ggml.serve(f"{host}:{port}", [d.handle for d in lent], count)
-    raise DeviceError(f"the server at {host}:{port} ended; is the port in use, or the address not this machine's?")
+    raise DeviceError(
+        f"the server at {host}:{port} ended; check that the port is free and the address belongs to this machine"
+    )

@@ -17,36 +17,38 @@ from pykvedge.errors import KvedgeWarning, UsageError
 if TYPE_CHECKING:
     from pykvedge.runtime.sampling import Sampling
 
-_GROUP, _ABOVE_0 = "Sampling", "With --temp above 0."
+_GROUP, _ABOVE_0 = "Sampling", "With --temp above 0"
 OPTIONS = (
     option("--max-tokens", "-n", also=("--predict", "--n-predict"), group="Answer", common=True, config=True, type=int,
-           default=512, show_default=True, metavar="N", help="Longest answer."),
+           default=512, show_default=True, metavar="N", help="The largest number of tokens of an answer."),
     option("--temp", also=("--temperature",), group=_GROUP, common=True, config=True, type=float, default=0.0,
-           show_default=True, help="0 always takes the likeliest token."),
-    option("--top-p", group=_GROUP, config=True, type=float, default=0.95, show_default=True, help=_ABOVE_0),
-    option("--top-k", group=_GROUP, config=True, type=int, default=40, show_default=True, help=_ABOVE_0),
+           show_default=True, help="The temperature; 0 always takes the likeliest token."),
+    option("--top-p", group=_GROUP, config=True, type=float, default=0.95, show_default=True,
+           help=f"{_ABOVE_0}: sample from the fewest tokens with this probability together; 1 is off."),
+    option("--top-k", group=_GROUP, config=True, type=int, default=40, show_default=True,
+           help=f"{_ABOVE_0}: sample from the N likeliest tokens; 0 is off."),
     option("--min-p", group=_GROUP, config=True, type=float, default=0.0, show_default=True,
-           help="With --temp above 0: drop what is less likely than this share of the likeliest."),
+           help="With --temp above 0: drop tokens whose probability is below this share of the highest one; 0 is off."),
     option("--typical-p", also=("--typical",), group=_GROUP, type=float, default=1.0, show_default=True,
-           help="With --temp above 0; 1 is off."),
-    option("--seed", "-s", group=_GROUP, common=True, type=int, help="Makes answers with --temp above 0 repeatable."),
+           help="With --temp above 0: locally typical sampling with this probability; 1 is off."),
+    option("--seed", "-s", group=_GROUP, common=True, type=int, help="Make answers with --temp above 0 repeatable."),
     option("--repeat-penalty", group=_GROUP, config=True, type=float, default=1.0, show_default=True,
-           help="Above 1 makes tokens less likely that the answer has; 1 is off."),
+           help="A value above 1 makes tokens of the answer less likely again; 1 is off."),
     option("--frequency-penalty", group=_GROUP, type=float, default=0.0, show_default=True,
-           help="Is taken from a token's logit for each time that the answer has it."),
+           help="Subtract this value from a token's logit for each occurrence in the answer."),
     option("--presence-penalty", group=_GROUP, type=float, default=0.0, show_default=True,
-           help="Is taken from a token's logit once, if the answer has it."),
+           help="Subtract this value once from the logits of tokens that occur in the answer."),
     option("--repeat-last-n", group=_GROUP, type=int, default=64, show_default=True, metavar="N",
-           help="The three penalties look at so many last tokens of the answer."),
+           help="The three penalties apply to the last N tokens of the answer."),
     option("--logit-bias", group=_GROUP, multiple=True, metavar="ID=BIAS",
-           help="Is added to the logit of a token, by its number or as text; -inf forbids it; repeatable."),
+           help="Add BIAS to the logit of the token ID, a number or a text; -inf forbids the token; repeatable."),
     option("--grammar", group="Answer", metavar="FILE|TEXT",
            help="The answer follows this grammar, in llama.cpp's GBNF."),
-    option("--json-schema", "-j", group="Answer", metavar="FILE|JSON", help="The answer is JSON by this schema."),
+    option("--json-schema", "-j", group="Answer", metavar="FILE|JSON", help="The answer follows this JSON schema."),
     option("--regex", group="Answer", metavar="TEXT",
            help="The whole answer matches this regular expression, in Rust's syntax."),
     option("--logprobs", type=int, metavar="N",
-           help="With --json: the probability of each token, and the N likeliest there."),
+           help="With --json: print the probability of each token, and the N likeliest tokens at its position."),
     option("--stop", group="Answer", multiple=True, metavar="TEXT",
            help="The answer ends before this text; repeatable."),
 )  # fmt: skip
@@ -73,7 +75,7 @@ def warn_of_idle(given: Mapping[str, Any]) -> None:
     typed = [name for name in _DRAWING if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if typed and given["temp"] == 0:
         names = ", ".join("--" + name.replace("_", "-") for name in typed)
-        warnings.warn(f"{names} does nothing at --temp 0", KvedgeWarning, stacklevel=2)
+        warnings.warn(f"{names} has no effect at --temp 0; set --temp above 0", KvedgeWarning, stacklevel=2)
 
 
 def form(name: str, text: str | None) -> str | Path | None:
@@ -82,7 +84,7 @@ def form(name: str, text: str | None) -> str | Path | None:
 
     is_text = is_grammar if name == "grammar" else is_schema
     if text is not None and not text.strip():
-        raise UsageError(f"{name} is empty; give it as text, or name its file")
+        raise UsageError(f"{name} is empty; give the {name} as text, or name a file")
     return text if text is None or is_text(text) else paths.expanded(Path(text))
 
 

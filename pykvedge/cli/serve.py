@@ -30,53 +30,55 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
 @options.taking(
     options.MODEL, options.MMPROJ, *options.HUB, *options.IMAGE_LIMITS,
     option("--allow-https-images", group="Picture", is_flag=True,
-           help="Fetch pictures that requests name by https: URLs."),
+           help="Download pictures that requests name with https: URLs."),
     option("--image-folder", group="Picture", type=options.PATH, metavar="DIR",
-           help="Requests may name pictures in this folder by file: URLs."),
+           help="Requests may name pictures in this folder with file: URLs."),
     *options.CACHE, *options.COMPOSITION, *options.KEEP,
     option("--host", group=_SERVER, common=True, config=True, default="127.0.0.1", show_default=True,
-           metavar="ADDRESS", help="Where to listen; beyond this machine a key is needed."),
+           metavar="ADDRESS", help="The address to listen on. Other machines can connect only with a key."),
     option("--port", group=_SERVER, common=True, config=True, type=click.IntRange(0, 65535), default=8137,
-           show_default=True, help="0: any free one, which is printed."),
+           show_default=True, help="The port; 0 takes a free port and prints it."),
     option("--key-file", also=("--api-key-file",), group=_SERVER, common=True, type=options.PATH, metavar="FILE",
-           help="Keys of which requests must show one, as Authorization: Bearer KEY: one a line, and behind it "
-           "a name if you like. Conversations belong to the key that began them."),
+           help="A file of API keys: one per line, and optionally a name after the key. A request must send a key: "
+                "Authorization: Bearer KEY. A conversation belongs to the key that began it."),
     option("--share-prompts", group=_SERVER, is_flag=True,
-           help="A prompt that was read for one key is there for all others, who see by the time that it was."),
+           help="Reuse a prompt of one key for all other keys. Other keys can then notice from the shorter time that "
+                "the prompt was read before."),
     option("--allow-host", "hosts", group=_SERVER, multiple=True, metavar="NAME",
-           help="Another name that requests may call this server by; repeatable."),
+           help="Accept requests with this name in their Host header; repeatable."),
     option("--allow-origin", "origins", group=_SERVER, multiple=True, metavar="ORIGIN",
-           help="Pages of this origin may ask, as https://chat.example:3000; localhost: all of this machine's; "
-           "* for all; repeatable."),
+           help="Accept requests from web pages of this origin, for example https://chat.example:3000; localhost: "
+                "all origins of this machine; *: all origins; repeatable."),
     option("--name", also=("--alias",), group=_SERVER, default="", metavar="NAME",
-           help="What the model is called. Default: its file's name."),
+           help="The model's name in requests and answers. Default: the name of its file."),
     option("--strict-model", group=_SERVER, is_flag=True, help="Refuse requests that name another model."),
     option("--queue", group=_SERVER, type=click.IntRange(1, 10000), default=64, show_default=True, metavar="N",
-           help="Requests that may wait; more are told to come again."),
-    option("--max-body", group=_SERVER, metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
+           help="The largest number of waiting requests; further requests get status 503."),
+    option("--max-body", group=_SERVER, metavar="SIZE", help="The largest size of a request. Default: 64MiB."),
     option("--grace", group=_SERVER, type=Number(0, 3600), default=10, show_default=True, metavar="SECONDS",
-           help="What answers may take to end after Ctrl-C or SIGTERM."),
+           help="The time that answers may still take after Ctrl-C or SIGTERM."),
     options.PARENT,
     option("--tune", group=_SERVER, config=True, type=Number(0.1, 60 * 24 * 7), metavar="MINUTES",
-           help="Run `kvedge tune` for so long in all while no request is there; the next start takes its plan."),
+           help="Run `kvedge tune` for so many minutes in total while the server has no request. The next start uses "
+                "the plan that it finds."),
     option("--max-tokens", "-n", also=("--predict", "--n-predict"), group="Answer", common=True, config=True,
            type=options.Whole(), metavar="N",
-           help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
+           help="The largest number of tokens of an answer, if the request does not set one. Default: the rest of "
+                "the context."),
     options.LOOKUP, options.EXACT,
     option("--temp", also=("--temperature",), group="Sampling", config=True, type=Number(0, 100), default=0.0,
-           show_default=True, help="The temperature where a request does not say; 0 always takes the likeliest token."),
+           show_default=True, help="The temperature, if the request does not set one; 0 takes the likeliest token."),
     option("--seed", "-s", group="Sampling", type=int, metavar="N",
-           help="The seed where a request does not say; default: another one for each answer."),
+           help="The seed, if the request does not set one. Default: a new random seed for each answer."),
     options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, options.KV_ROTATE,
     option("--memory", group=_MACHINE, common=True, config=True, metavar="SIZE",
-           help="The most that keys and values of all conversations may take, as in 2GiB. "
-           "Default: half of what is free."),
+           help="The largest size of the keys and values of all conversations, for example 2GiB. Default: half of "
+                "the free memory."),
     option("--parallel", "-np", group=_MACHINE, common=True, config=True, type=click.IntRange(1, 64), default=4,
-           show_default=True, metavar="N", help="Answers that are written at the same time."),
+           show_default=True, metavar="N", help="The number of answers generated at the same time."),
     option("--park", group=_MACHINE, type=options.PATH, metavar="DIR",
-           help="Keep conversations that wait in this folder, also for the next run. "
-           "Default: one that goes away with the server."),
-    option("--park-size", group=_MACHINE, metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
+           help="Save waiting conversations in this folder, also for the next run. Default: a temporary folder."),
+    option("--park-size", group=_MACHINE, metavar="SIZE", help="The largest size of this folder. Default: 4GiB."),
     options.QUIET, options.VERBOSE,
 )  # fmt: skip
 def serve(**given: Any) -> None:
@@ -91,11 +93,11 @@ def serve(**given: Any) -> None:
       kvedge serve -m model.gguf --budget 0.2
       kvedge serve ... --memory 2GiB --parallel 8
       kvedge serve ... --host 0.0.0.0 --key-file key.txt --allow-host myhost
-      kvedge serve ... --port 0 --parent-pid $$     ends with another program
+      kvedge serve ... --port 0 --parent-pid $$     ends when the shell ends
     """
     missing = [name for name in (*_EXTRA, *_LOOP) if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"serving needs {', '.join(missing)}: pip install 'kvedge[serve]'")
+        raise UsageError(f"kvedge serve needs {', '.join(missing)}: pip install 'kvedge[serve]'")
     from pykvedge.native import crash
     from pykvedge.runtime.loaded import load
     from pykvedge.runtime.sampling import Sampling
@@ -111,7 +113,9 @@ def serve(**given: Any) -> None:
     chosen = replace(chosen, tuned=line)
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     running = options.running(given)
-    crash.left(f"what was parked in {chosen.park} is there for the next start" if chosen.park else "answers are lost")
+    crash.left(
+        f"the conversations in {chosen.park} are kept for the next start" if chosen.park else "all answers are lost"
+    )
     loading = {name: running[name] for name in ("threads", "gpu_layers", "device", "rpc")}
     with display:
         loaded = load(model, mmproj, progress=display, verbose=given["verbose"], **loading, **options.cache(given),
@@ -136,8 +140,9 @@ def _encoding(mmproj: Path, given: dict[str, Any]) -> str:
     if limits is None or not seen_at_most(header, limits)[0]:
         return ""
     most = encoder_compute(header, image_grid(header, side, side, limits))
-    return f"a picture takes up to {readable(most)} beside --memory; a smaller --image-max-tokens lowers that" * (
-        most > _MUCH
+    return (
+        f"encoding a picture takes up to {readable(most)} in addition to --memory; a smaller --image-max-tokens "
+        f"takes less" * (most > _MUCH)
     )
 
 
@@ -153,9 +158,9 @@ def _options(given: dict[str, Any], server: Any) -> Any:
 
     folder = given["image_folder"]
     if folder is not None and not paths.ask(Path.is_dir, folder := paths.expanded(folder)):
-        raise UsageError(f"--image-folder {folder} is no folder")
+        raise UsageError(f"--image-folder {folder} is not a folder; name a folder")
     if given["share_prompts"] and not given["key_file"]:
-        raise UsageError("--share-prompts belongs to --key-file; without keys all prompts are shared")
+        raise UsageError("--share-prompts needs --key-file; without keys all prompts are shared already")
     memory = size("--memory", 0) or server.free_memory_share()
     limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"], given["kv_type"],
                     given["kv_rotate"], given["share_prompts"], Keep.of(**options.keep(given)),

@@ -27,7 +27,7 @@ def taken(given: Mapping[str, Any], plan: Plan, model: Path, again: bool = True,
     plan, line = tuned.plan_or_default(model, given["budget"], again)
     say = line
     if hint and not line and model.parent != DATA and model.is_file() and importlib.util.find_spec("kvedge_lab"):
-        say = f"{model.name} is untuned; `kvedge tune` measures which plan fits it"
+        say = f"{model.name} is not tuned; `kvedge tune` finds the best plan for this model"
     if say and not given["quiet"]:
         click.echo(f"kvedge: {say}", err=True)
     return plan, line
@@ -41,12 +41,12 @@ def in_idle_time(given: Mapping[str, Any], model: Path, mmproj: Path | None) -> 
     if given["tune"] is None:
         return ()
     if importlib.util.find_spec("kvedge_lab") is None or not sandbox.can_start():
-        raise UsageError("--tune needs `kvedge tune`, which cannot be started from this program")
+        raise UsageError("--tune cannot start `kvedge tune` from this program; omit --tune")
     if mmproj is None:
-        raise UsageError("--tune asks about pictures, so the model needs its image encoder: --mmproj FILE.gguf")
+        raise UsageError("--tune needs the image encoder of the model: pass --mmproj FILE.gguf")
     if tuned.find(model) is not None:
         if not given["quiet"]:
-            click.echo(f"kvedge: --tune does nothing: {model.name} is tuned (kvedge tune --show)", err=True)
+            click.echo(f"kvedge: --tune has no effect: {model.name} is already tuned (kvedge tune --show)", err=True)
         return ()
     named = {"model": model, "mmproj": mmproj, "minutes": given["tune"]}
     named |= {name: given[name] for name in ("threads", "gpu_layers", "device", "rpc", "kv_type", "kv_rotate")}

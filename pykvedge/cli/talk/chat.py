@@ -177,9 +177,9 @@ class Chat:
         self._show_notes(report)  # notes that came up during the answer
         if not self._style.quiet:
             if report.finish == "context":
-                say("kvedge: the answer is cut where the context is full; raise --ctx")
+                say("kvedge: the answer was cut because the context is full; raise --ctx")
             elif report.finish == "length" and self.sampling.max_tokens == Sampling.max_tokens:  # nobody chose it
-                say(f"kvedge: the answer is cut after {Sampling.max_tokens} tokens; raise --max-tokens")
+                say(f"kvedge: the answer was cut after {Sampling.max_tokens} tokens; raise --max-tokens")
             say(report.line(), dim=True)
 
     def show_loaded(self) -> None:
@@ -210,5 +210,5 @@ def holding(session: Session) -> str:
     if session.in_cache and cache is not None:
         n_tokens, pairs = cache.stats().n_tokens, session.engine.pairs_held()
         size = readable(session.engine.sequence.row_bytes())
-        parts.append(f"{n_tokens} tokens of which {pairs:.0f} KV pairs a head are kept in {size}")
+        parts.append(f"{n_tokens} tokens, {pairs:.0f} KV pairs kept per KV head, {size}")
     return ", ".join([*parts, f"method {session.plan.method}, budget {session.plan.budget}"])

@@ -28,8 +28,8 @@ LEAVE = ("/exit", "/quit", "/bye", "exit", "quit")
 _LAST_WORD = re.compile(r"""(?<!\S)(?:'[^']*|"[^"]*|(?:\\.|[^\s'"\\])+)\Z""")  # quotes may be open
 
 # Fields of the plan, checked like the options with these names. None: the plan parses the text.
-_SINKS = Param("sinks", 0, "first tokens that are always kept")
-_TEXT_PRIOR = Param("text_prior", False, "whether text outranks image tokens")
+_SINKS = Param("sinks", 0, "the number of first tokens that are always kept")
+_TEXT_PRIOR = Param("text_prior", False, "keep text before image tokens")
 _OF_PLAN = {"recent": None, "sinks": _SINKS, "text_prior": _TEXT_PRIOR, "critical": None, "critical_half": None}
 
 
@@ -78,17 +78,17 @@ def completions(chat: Chat, line: str) -> list[str]:
 
 def _image(chat: Chat, rest: str) -> None:
     if not rest:
-        raise UsageError("/image needs a path: /image photo.jpg")
+        raise UsageError("/image needs a path, for example /image photo.jpg")
     if not chat.session.sees_images:
-        raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
+        raise UsageError("the model was loaded without an image encoder; start kvedge again with --mmproj FILE")
     loaded = list(load_pictures(paths.typed(rest), chat.session.page_size))
     number, one = chat.next_image, loaded[0]
     chat.waiting += loaded
     if len(loaded) == 1:
-        _say(f"image {number}: {one.name} ({one.width} x {one.height}) goes with the next message")
+        _say(f"image {number}: {one.name} ({one.width} x {one.height}), sent with the next message")
     else:
         pages = f"{len(loaded)} pages of {one.name.rpartition(', page ')[0]}"
-        _say(f"images {number} to {chat.next_image - 1}: {pages} go with the next message")
+        _say(f"images {number} to {chat.next_image - 1}: {pages}, sent with the next message")
 
 
 def _use(chat: Chat, plan: Plan) -> None:
@@ -99,13 +99,13 @@ def _use(chat: Chat, plan: Plan) -> None:
 def _method(chat: Chat, rest: str) -> None:
     words = rest.split()
     if not 1 <= len(words) <= 2:
-        raise UsageError("/method needs a name, and takes a budget: /method lookm 0.2")
+        raise UsageError("/method needs a name and takes a budget, for example /method lookm 0.2")
     _use(chat, another(chat.session.plan, *words))
 
 
 def _budget(chat: Chat, rest: str) -> None:
     if len(rest.split()) != 1:
-        raise UsageError("/budget needs an amount: /budget 0.2 of the prompt, or /budget 128 KV pairs")
+        raise UsageError("/budget needs a share of the prompt (/budget 0.2) or a number of KV pairs (/budget 128)")
     if chat.session.plan.method == "full":
         make_plan("full", rest)  # raises the error for a budget of method full
     _use(chat, chat.session.plan.with_(budget=rest))
@@ -118,7 +118,7 @@ def _set(chat: Chat, rest: str) -> None:
         return
     name, value = (*re.split(r"\s*=\s*|\s+", rest, maxsplit=1), "")[:2]
     if not value or (name not in sampling.TEXTS and len(value.split()) > 1):
-        raise UsageError("/set needs a name and a value: /set temp 0.7, or /set scorer.window 16")
+        raise UsageError("/set needs a name and a value, for example /set temp 0.7 or /set scorer.window 16")
     known = _settings(chat)
     if name not in known and "." not in name:
         raise unknown("setting", name, known)
@@ -159,13 +159,13 @@ def _retry(chat: Chat, rest: str) -> None:
 
 def _undo(chat: Chat, rest: str) -> None:
     _nothing_after("/undo", rest)
-    _say(f"taken back: {_shown_message(chat.undo())}")
+    _say(f"removed the last message and its answer: {_shown_message(chat.undo())}")
 
 
 def _drop(chat: Chat, rest: str) -> None:
     if not rest.isdecimal() or len(rest) > 9:
-        raise UsageError("/drop needs the number of a message: /drop 2")
-    _say(f"dropped, with its answer: {_shown_message(chat.session.drop_turn(int(rest)))}")
+        raise UsageError("/drop needs the number of a message, for example /drop 2")
+    _say(f"removed message {rest} and its answer: {_shown_message(chat.session.drop_turn(int(rest)))}")
 
 
 def _shown_message(message: Message) -> str:
@@ -177,13 +177,13 @@ def _shown_message(message: Message) -> str:
 
 def _nothing_after(name: str, rest: str) -> None:
     if rest:
-        raise UsageError(f"{name} takes nothing after it")
+        raise UsageError(f"{name} takes no value; type {name} alone")
 
 
 def _stats(chat: Chat, _: str) -> None:
     report = chat.session.last_report
     if report is None:
-        raise UsageError("nothing was asked yet")
+        raise UsageError("no question was asked yet; type a question first")
     _say(report.line())
     for group, figures in report.as_json().items():
         if isinstance(figures, dict):
@@ -191,13 +191,13 @@ def _stats(chat: Chat, _: str) -> None:
             shown = ", ".join(f"{name} {value}" for name, value in told)
             _say(f"  {group}: {shown}")
     if chat.session.undo_bytes:
-        _say(f"  undo: {readable(chat.session.undo_bytes)} for a copy of the cache from before the last message")
+        _say(f"  undo: {readable(chat.session.undo_bytes)} for the copy of the cache before the last message")
 
 
 def _save(chat: Chat, rest: str) -> None:
     path = paths.typed(rest) if rest else chat.file
     if path is None:
-        raise UsageError("/save needs a file: /save talk.kvs")
+        raise UsageError("/save needs a file, for example /save talk.kvs")
     with chat.holding(path):
         n_bytes = chat.save(path)
         crash.saved(path)
@@ -206,21 +206,21 @@ def _save(chat: Chat, rest: str) -> None:
 
 def _clear(chat: Chat, _: str) -> None:
     chat.clear()
-    _say("a new conversation")
+    _say("started a new conversation")
 
 
 def _help(_: Chat, __: str) -> None:
     width = max(len(c.usage) for c in COMMANDS.values()) + 2
     for command in COMMANDS.values():
         _say(f"{command.usage:<{width}}{command.help}")
-    _say(f"{LEAVE[0]:<{width}}leave; so do /bye, exit, Ctrl-D, and Ctrl-C twice")
+    _say(f"{LEAVE[0]:<{width}}end the program, like /bye, exit, Ctrl-D, or Ctrl-C twice")
     _say(_MORE_HELP)
 
 
 _MORE_HELP = """
-Anything else is put to the model. Drag, paste or type the path of a picture
-(jpg, png, webp, bmp, gif) into a message to add it. <image> is the place of an
-image; the word itself is written \\<image>.
+Any other line is a message to the model. To add a picture (jpg, png, webp, bmp,
+gif), drag, paste or type its path. Write <image> at the place of an image, and
+\\<image> for the word itself.
 
 Several lines: Alt-Enter, a backslash at the end, or three double quotes (\"\"\")
 before the first line and after the last. Tab completes commands and paths.
@@ -233,17 +233,17 @@ def _complete_path(_: Chat, begun: str) -> list[str]:
 
 _ALL = (
     Command("/image PATH", "add an image to the next message, or pages of a PDF: a.pdf[3-7]", _image, _complete_path),
-    Command("/retry", "put the last message again, with the settings of now", _retry),
-    Command("/undo", "take the last message and its answer back", _undo),
-    Command("/drop N", "take message N and its answer out, with --keep; the first and the last stay", _drop),
-    Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
+    Command("/retry", "send the last message again, with the current settings", _retry),
+    Command("/undo", "remove the last message and its answer", _undo),
+    Command("/drop N", "remove message N and its answer (needs --keep; not the first or last message)", _drop),
+    Command("/method NAME [BUDGET]", "compress later messages with another method: /method lookm 0.2", _method,
             lambda _, begun: [name for name in methods() if name.startswith(begun)]),
-    Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
-    Command("/set [NAME VALUE]", "change a setting: /set temp 0.7; alone: list them", _set,
+    Command("/budget AMOUNT", "keep a share (0.2) or a number of KV pairs (128) of later messages", _budget),
+    Command("/set [NAME VALUE]", "change a setting: /set temp 0.7; /set alone lists all settings", _set,
             lambda chat, begun: [f"{name} " for name in _settings(chat) if name.startswith(begun)]),
-    Command("/stats", "tokens, memory and time of the last answer", _stats),
+    Command("/stats", "show tokens, memory and time of the last answer", _stats),
     Command("/save [FILE]", "write the conversation to a file, for --session FILE", _save, _complete_path),
     Command("/clear", "start a new conversation", _clear),
-    Command("/help", "this list", _help),
+    Command("/help", "show this list", _help),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _ALL}

@@ -30,11 +30,14 @@ def converse(chat: Chat, pictures: Sequence[Picture | Path], history: Path | Non
             print(file=sys.stderr)
             return 0
         except UnicodeError:
-            complain("the line is no UTF-8 text")
+            complain("the line is not UTF-8 text; type the line again")
             continue
         except KeyboardInterrupt:
             interrupts += 1
-            print("(Ctrl-C again, Ctrl-D or /exit leave)" if interrupts < 2 else "", file=sys.stderr)
+            print(
+                "(to end the program press Ctrl-C again or Ctrl-D, or type /exit)" if interrupts < 2 else "",
+                file=sys.stderr,
+            )
             continue
         interrupts = 0
         if line.lower() in commands.LEAVE:
@@ -60,7 +63,7 @@ def _respond(chat: Chat, line: str) -> str:
         elif begun := _with_pictures(chat, line):
             chat.answer(begun)
     except (CancelledError, KeyboardInterrupt):
-        images = "; its images wait for it" if chat.waiting else ""
+        images = "; the images stay attached" if chat.waiting else ""
         say(f"(stopped; edit the question and press Enter{images})")
         chat.recover()
         return begun
@@ -76,11 +79,11 @@ def _with_pictures(chat: Chat, line: str) -> str:
     """Adds the pictures in a message to the waiting pictures. Returns its text. Raises ImageError, UsageError."""
     found = mentioned(line, chat.next_image, chat.session.page_size)
     if found.pictures and not chat.session.sees_images:
-        raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
+        raise UsageError("the model was loaded without an image encoder; start kvedge again with --mmproj FILE")
     for hint in found.hints:
         say(f"kvedge: {hint}")
     for picture in found.pictures:
-        wait = "" if found.text else "; it goes with the next message"
+        wait = "" if found.text else ", sent with the next message"
         say(f"added {picture.name} as image {chat.next_image}{wait}")
         chat.waiting.append(picture)
     return found.text

@@ -81,13 +81,13 @@ def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple
             except ImageError:
                 if _NAMED.search(path.name):
                     raise
-                hints.append(f"{path} is no picture; it stays text")
+                hints.append(f"{path} is not a picture, so its path stays text in the message")
                 return end, []
     word = _WORD.match(text, start)
     end = word.end() if word else len(text)
     name = text[start:end].strip(_CLOSING)
     if _NAMED.search(name):
-        hints.append(f"there is no file {name}; it stays text")
+        hints.append(f"the file {name} does not exist, so its path stays text in the message")
     return end, []
 
 
