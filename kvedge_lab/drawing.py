@@ -68,9 +68,9 @@ def can_draw() -> bool:
 def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
     """Raises UsageError for a path where no picture can be written, before anything is measured."""
     if path.suffix not in formats:
-        raise UsageError(f"{option} writes {', '.join(formats)}, not '{path.suffix or path.name}'")
+        raise UsageError(f"{option} must end in {', '.join(formats)}, not '{path.suffix or path.name}'")
     if not path.parent.is_dir():
-        raise UsageError(f"{option} {path} cannot be written: there is no folder {path.parent}")
+        raise UsageError(f"{option} {path} cannot be written: the folder {path.parent} does not exist")
     if not can_draw():
         raise UsageError(f"{option} needs matplotlib: pip install 'kvedge[plot]'")
 

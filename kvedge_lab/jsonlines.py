@@ -61,7 +61,7 @@ class JsonLines:
             self._file.truncate(self._good)
 
     def _error(self, error: OSError) -> SaveError:
-        kept = "; what was measured before is in it" if self._good else ""
+        kept = "; earlier results are in this file" if self._good else ""
         return SaveError(f"{self._path} cannot be written: {error.strerror or error}{kept}")
 
 
@@ -87,7 +87,7 @@ class Results:
         first, good = {self.KIND: self.VERSION, **header}, 0
         if path is not None and path.is_file() and path.stat().st_size:
             if not resume:
-                raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
+                raise UsageError(f"{path} exists; add --resume to continue with this file, or give --save another file")
             good = self._go_on(path, first)
         self._file = JsonLines(path, good)
         if not good:
@@ -106,9 +106,9 @@ class Results:
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UsageError(f"{path} holds no {self.WHAT}; save to another file") from None
+            raise UsageError(f"{path} does not contain {self.WHAT}; save to another file") from None
         if version != self.VERSION:
-            raise UsageError(f"{path} has version {version} of the format, not {self.VERSION}; save to another file")
+            raise UsageError(f"{path} has format version {version}, not {self.VERSION}; save to another file")
         for name in changed[:1]:
             then, now = self._said(first, name), self._said(header, name)
             raise UsageError(f"{path} was measured with {name} {then!r:.80}, not {now!r:.80}; save to another file")

@@ -231,7 +231,7 @@ def test_a_compression_on_a_device():
     assert (stock.device_peak_vs_cache, h2o.device_peak_vs_cache) == (1, pytest.approx(1.1))
     assert fewer.device_peak_bytes is fewer.device_peak_vs_cache is None
     said = table.as_markdown([stock, h2o, fewer], made)
-    assert "h2o 0.5, residual 0.25 is compressed on the host: scorer mine has no graph." in said
+    assert "h2o 0.5, residual 0.25 was compressed on the host: scorer mine has no graph." in said
     assert "| 3.0 B " in said and "| 64.0 B " in said and "| there " in said and "| 1.10 x" in said
     assert "| operations |" not in table.as_markdown(table.rows(made_up()), made_up())
     bars = drawn([stock, h2o, fewer], 3)
@@ -254,7 +254,7 @@ def test_forms_of_the_table():
     said = table.as_markdown(rows, made)
     assert max(map(len, said.splitlines())) <= 80
     assert "| talk again |" in said and "| 0.01 s " in said
-    assert "| stock " in said and "stock: llama.cpp's own attention" in said and "J/token" in said
+    assert "| stock " in said and "stock: llama.cpp's attention" in said and "J/token" in said
 
 
 def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
@@ -274,8 +274,8 @@ def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
     assert header["kvedge_bench"] == 1 and len(raw) == 6 and all(len(r["decode_s"]) == 3 for r in raw)
     assert [r["kept_bytes"] for r in raw] == [r["kv_kept_bytes"] for r in rows]
     kvedge(*arguments, "--save", save).failed(2, "raw.jsonl exists")
-    kvedge(*arguments, "--memory-plot", tmp_path / "m.bmp").failed(2, "--memory-plot writes .png")
-    kvedge(*arguments, "--memory-plot", tmp_path / "no" / "m.png").failed(2, "there is no folder")
+    kvedge(*arguments, "--memory-plot", tmp_path / "m.bmp").failed(2, "--memory-plot must end in .png")
+    kvedge(*arguments, "--memory-plot", tmp_path / "no" / "m.png").failed(2, "does not exist")
 
 
 def test_fewer_image_tokens_and_a_second_conversation(kvedge, tiny, native):
@@ -385,11 +385,11 @@ def test_bad_input(refused, tiny, tmp_path):
     refused(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
     refused(*llama, "--kv-type", "f61").failed(2, "unknown kv_type 'f61'")
     refused(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
-    refused(*llama, "--budget", "0.2,0.20").failed(2, "there are 2 variants called 'kvedge 0.2'")
-    refused(*llama, "--tokens", "8,08").failed(2, "there are 2 prompts called '8 text'")
+    refused(*llama, "--budget", "0.2,0.20").failed(2, "2 variants have the same name 'kvedge 0.2'")
+    refused(*llama, "--tokens", "8,08").failed(2, "2 prompts have the same name '8 text'")
     refused(*llama, *llama[1:]).failed(2, "there are 2 models called")
-    refused(*llama, "--plot", "a.gif").failed(2, "--plot writes")
-    refused(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
+    refused(*llama, "--plot", "a.gif").failed(2, "--plot must end in")
+    refused(*llama, "--plot", "nowhere/a.svg").failed(2, "the folder nowhere does not exist")
     (tmp_path / "t.md").mkdir()
     refused(*llama, "--output", tmp_path / "t.md").failed(2, "t.md is a folder; name a file in it")
     refused(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")

@@ -81,7 +81,7 @@ def test_what_has_no_known_places_is_refused(demo):
     sample = Labelled("What is the code?", (picture,), (Box(0, (0, 0, 20, 20), "a"),))
     from kvedge_lab.calibrate.places import tokens_of_boxes
 
-    with pytest.raises(UnsupportedError, match="does not say which token"):
+    with pytest.raises(UnsupportedError, match="the place of an image token"):
         tokens_of_boxes(sample, [ImagePiece(None, 144, "a/0", 144)])
     sliced = [ImagePiece(None, 144, f"a/{i}", 144, places=Places(12, 12, True)) for i in range(2)]
     with pytest.raises(UnsupportedError, match="slices"):
@@ -96,7 +96,7 @@ def test_needles_are_found_in_the_text_that_the_model_reads(demo):
     at = tokens_of_needle("7KE4", pieces, demo.model)
     text = b"".join(demo.model.piece(pieces[0].tokens[i]) for i in at)
     assert b"7KE4" in text and len(text) <= 5
-    with pytest.raises(UsageError, match="not found once"):
+    with pytest.raises(UsageError, match="does not occur exactly once"):
         tokens_of_needle("code", pieces, demo.model)
 
 
@@ -172,23 +172,23 @@ def test_samples_of_the_users_own(tmp_path, picture_file):
     [later] = read_jsonl(path)
     assert later.earlier == (("What?", "a cat"),)
     run = CliRunner().invoke(calibrate, ["heads", "--data", str(path)])
-    assert isinstance(run.exception, UsageError) and "calibrate budgets alone" in str(run.exception)
+    assert isinstance(run.exception, UsageError) and "only kvedge calibrate budgets allows" in str(run.exception)
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    ("", "holds no samples"), ("{", "line 1: no JSON"), ("[]", "line 1: a JSON object"), ("{}", "question"),
+    ("", "has no samples"), ("{", "line 1: the line is not JSON"), ("[]", "line 1: a JSON object"), ("{}", "question"),
     ('{"question": " "}', "question"), ('{"question": "a", "box": 1}', 'unknown field "box"'),
     ('{"question": "a", "image": "none.png"}', "line 1: .*none.png"), ('{"question": "a", "images": "x"}', "list of"),
-    ('{"question": "a", "needle": "a", "boxes": [{}]}', "either"),
-    ('{"question": "a", "boxes": [{"box": [0, 0, 1, 1], "text": "b"}]}', "there are 0 images"),
+    ('{"question": "a", "needle": "a", "boxes": [{}]}', "must not have both"),
+    ('{"question": "a", "boxes": [{"box": [0, 0, 1, 1], "text": "b"}]}', "the sample has 0 images"),
     ('{"question": "a a", "needle": "a"}', "exactly once"), ('{"question": "a", "answer": 5}', "must be text"),
     ('{"question": "a", "earlier": "b"}', '"earlier" must be a list'),
     ('{"question": "a", "earlier": [{"question": "b"}]}', '"earlier" must be a list'),
     ('{"question": "a", "earlier": [{"question": "b", "answer": 1}]}', '"earlier" must be a list'),
     ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 1], "text": "b"}]}', "a box must be"),
-    ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 1, 1]}]}', 'needs "text"'),
-    ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 101, 1], "text": "b"}]}', "does not lie in"),
-    ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [9, 0, 9, 1], "text": "b"}]}', "does not lie in"),
+    ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 1, 1]}]}', 'needs a "text"'),
+    ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 101, 1], "text": "b"}]}', "is not inside"),
+    ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [9, 0, 9, 1], "text": "b"}]}', "is not inside"),
     ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, "1", 1], "text": "b"}]}', "four numbers"),
 ])  # fmt: skip
 def test_samples_that_cannot_be_used(tmp_path, picture_file, line, says):
@@ -329,7 +329,7 @@ def test_heads_that_cannot_be_told_apart_are_no_profile(kvedge, tiny, picture_fi
     data.write_text(json.dumps({"image": str(picture), "question": "What?", "answer": "a cat on a mat",
                                 "boxes": [{"box": [0, 0, 50, 60]}]}))  # fmt: skip
     arguments = ["calibrate", "heads", *tiny("llava").arguments(), "--data", data, "--output", out]
-    kvedge(*arguments).failed(1, "no answer says what its boxes say", "--data")
+    kvedge(*arguments).failed(1, "no answer contains the text of its boxes", "--data")
     assert not out.exists()
 
 
@@ -361,7 +361,7 @@ def test_stopping_writes_nothing(demo, tmp_path, monkeypatch):
     (["heads", "--samples", "0"], ["--samples must be at least 1"]),
     (["prefix", "--budget", "0.5,0.2"], ["ascending"]),
     (["prefix", "--budget", "0.5,1.0"], ["below 1.0"]),
-    (["prefix", "--budget", "half"], ["--budget takes shares", "half"]),
+    (["prefix", "--budget", "half"], ["--budget must be shares", "half"]),
     (["heads", "--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]),
     (["heads", "--mmproj", "x.gguf"], ["no model"]),
     (["heads", "--output", "/"], ["--output / is a folder"]),
@@ -378,7 +378,7 @@ def test_help_teaches(kvedge):
 
 
 def test_errors_of_the_scorer_are_named(demo):
-    with pytest.raises(KvedgeError, match="no answer says"):
+    with pytest.raises(KvedgeError, match="no answer contains"):
         HeadScorer(demo, "visual-heads").scores()
     with pytest.raises(UsageError, match="boxes"):
         HeadScorer(demo, "visual-heads").add(Labelled("What is the code?", ()))

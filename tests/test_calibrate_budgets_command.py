@@ -79,14 +79,14 @@ def test_images_are_not_passed_over_where_there_is_no_encoder(native, tiny):
 def test_prompts_that_are_kept_whole_make_no_profile(native, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("test_calibrate_budgets_command.QUESTION", "?")
     run, out = calibrated(tiny("llama"), tmp_path, "--scorer", "window")
-    assert "the same whatever a head keeps" in str(run.exception) and not out.exists()
+    assert "do not change the answers" in str(run.exception) and not out.exists()
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--samples", "0"], ["--samples must be at least 1"]), (["--points", "1"], ["--points must be 2 to 1000"]),
     (["--scorer", "windw"], ["did you mean 'window'"]), (["--baseline", "0"], ["--baseline must be a share"]),
     (["--baseline", "nan"], ["--baseline must be a share"]), (["--targets", "0.1,1.5"], ["targets must be shares"]),
-    (["--targets", "some"], ["--targets takes shares"]), (["--seed", "-1"], ["--seed must be at least 0"]),
+    (["--targets", "some"], ["--targets must be shares"]), (["--seed", "-1"], ["--seed must be at least 0"]),
     (["--questions", "0"], ["--questions must be 1 to 3"]), (["--method", "kvedg"], ["did you mean 'kvedge'"]),
     (["--compress", "prompt"], ["--compress must be conversation, context, or both"]),
     (["--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]), (["--resume"], ["--save FILE"]),

@@ -185,7 +185,7 @@ def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
     kvedge(*few, save, "--resume", "--kv-type", "bf16").failed(2, "was measured with kv_type 'f16', not 'bf16'")
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "x"}\n')
-    kvedge(*few, other, "--resume").failed(2, "holds no results of kvedge eval")
+    kvedge(*few, other, "--resume").failed(2, "does not contain results of kvedge eval")
     assert other.read_text() == '{"question": "x"}\n'
     kvedge(*few, tmp_path / "no" / "r.jsonl").failed(1, "cannot be written")
     data = tmp_path / "d.jsonl"
@@ -193,7 +193,7 @@ def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
     own = ["eval", data, "--method", "h2o", "--threads", THREADS, "--quiet", "--save", tmp_path / "own.jsonl"]
     assert kvedge(*own).code == 0
     data.write_text(json.dumps({"question": "What is it?", "answer": "blue"}) + "\n")
-    kvedge(*own, "--resume").failed(2, "d:1 was another one")
+    kvedge(*own, "--resume").failed(2, "d:1 differs from the sample")
 
 
 def test_a_picture_or_a_profile_that_changed_is_refused(kvedge, native, tmp_path):
@@ -212,10 +212,10 @@ def test_a_picture_or_a_profile_that_changed_is_refused(kvedge, native, tmp_path
     other = json.loads(made.read_text())
     other["values"][0][0] /= 2
     made.write_text(json.dumps(other))
-    kvedge(*again, env=config).failed(2, "own at 0.2 was another plan, or had another profile")
+    kvedge(*again, env=config).failed(2, "the plan or profile of own at 0.2 differs from the file")
     write_profile(MODEL, "prefix", profiles)
     Image.new("RGB", (240, 240), "blue").save(picture)
-    kvedge(*again, env=config).failed(2, "d:1 was another one")
+    kvedge(*again, env=config).failed(2, "d:1 differs from the sample")
 
 
 def test_resume_alone_goes_on_with_what_was_asked(kvedge, native, tmp_path):
@@ -367,7 +367,7 @@ def test_bad_input(refused, tiny, native, tmp_path):
     llama = tiny("llama").arguments()
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    refused("eval", *llama, empty).failed(2, "empty.jsonl holds no samples")
+    refused("eval", *llama, empty).failed(2, "empty.jsonl has no samples")
     broken = tmp_path / "broken.jsonl"
     lines = [{"question": "x", "answer": "y"}] * 16 + [{"question": "x", "answer": "y", "images": ["none.png"]}]
     broken.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -375,12 +375,12 @@ def test_bad_input(refused, tiny, native, tmp_path):
     refused("eval", "--tasks", "colours").failed(2, "unknown task 'colours'; did you mean 'colour'?")
     refused("eval", "--method", "lokm").failed(2, "unknown method 'lokm'; did you mean 'lookm'?")
     refused("eval", "--budget", "0").failed(2, "budget must be at least 1")
-    refused("eval", "--budget", "0.2,0.2,0.20").failed(2, "asked for twice")
+    refused("eval", "--budget", "0.2,0.2,0.20").failed(2, "was given twice")
     refused("eval", "--metrics", "bleu").failed(2, "unknown metric 'bleu'")
     refused("eval", "--method", ",").failed(2, "--method is empty")
     refused("eval", "--resume").failed(2, "--resume needs")
     (tmp_path / "full.json").write_text(pykvedge.plan("snapkv", 0.2).to_json())
-    refused("eval", "--plan", tmp_path / "full.json").failed(2, "full is the name of the full cache")
+    refused("eval", "--plan", tmp_path / "full.json").failed(2, "the name 'full' is reserved")
     refused("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
     refused("eval", "--samples", "0").failed(2, "--samples must be at least 1")
     twice = tmp_path / "twice"
@@ -389,7 +389,7 @@ def test_bad_input(refused, tiny, native, tmp_path):
     meta = {"task_instruction": ["Answer."], "question_type": "open-ended"}
     items = [{**item, "response": answer} for answer in "ab"]
     (twice / "twice.json").write_text(json.dumps({"meta_data": meta, "data": items}))
-    refused("eval", *llama, twice).failed(2, "two samples twice:7")
+    refused("eval", *llama, twice).failed(2, "two samples have the same id twice:7")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
@@ -446,4 +446,4 @@ def test_a_picture_of_what_it_costs(kvedge, native, tmp_path):
     sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\w+ )*([\d.]+)px", drawn)]
     width = re.search(r'<svg [^>]*width="([\d.]+)pt"', drawn)[1]
     assert len(sizes) >= len(words) and min(sizes) >= 7 and float(width) == pytest.approx(3.3 * 72)  # points
-    kvedge(*arguments, "--resume", "--plot", tmp_path / "e.txt").failed(2, "--plot writes .png")
+    kvedge(*arguments, "--resume", "--plot", tmp_path / "e.txt").failed(2, "--plot must end in .png")

@@ -77,8 +77,8 @@ def test_the_command(kvedge, native, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--method", "mixkv", "--against", "snapkv"], "--against snapkv: it is not measured; add it to --method"),
-        (["--method", "mixkv", "--against", "nothing"], "--against nothing: it is not measured"),
+        (["--method", "mixkv", "--against", "snapkv"], "--against snapkv is not measured; add snapkv to --method"),
+        (["--method", "mixkv", "--against", "nothing"], "--against nothing is not measured"),
     ],
 )
 def test_what_is_not_measured_is_no_base(kvedge, native, options, words):
@@ -92,4 +92,4 @@ def test_a_plan_with_a_budget_of_its_own_has_no_partner(kvedge, native, tmp_path
     done = kvedge(
         "eval", "--tasks", "colour", "--samples", 1, "--method", "snapkv", "--plan", plan, "--against", "snapkv"
     )
-    assert done.code == 2 and "--against snapkv: it is not measured at 0.3, as mine is" in done.err
+    assert done.code == 2 and "--against snapkv is not measured at budget 0.3 of mine" in done.err

@@ -78,5 +78,5 @@ def test_in_a_file(tmp_path):
         "a red sign", ["a red sign", "a sign"]
     )
     path.write_text(json.dumps(lines[0]))
-    with pytest.raises(DatasetError, match="cider compares pictures"):
+    with pytest.raises(DatasetError, match="the metric cider needs samples of more than one picture"):
         load(path, "jsonl")

@@ -72,7 +72,7 @@ def test_text_with_nothing_before_its_question_is_left_out(native):
     sample = Sample("plain", "text", (DialogMessage("user", "What is there?"),), "Nothing.")
     records = Records(None, {}, False)
     out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], MeasureOptions(compress="context")), records)
-    assert len(out.left_out) == 1 and "nothing comes before its question" in out.left_out[0] and not records.rows
+    assert len(out.left_out) == 1 and "has no text or image before its question" in out.left_out[0] and not records.rows
 
 
 def test_results_of_the_two_do_not_mix(kvedge, tmp_path):

@@ -118,18 +118,18 @@ GOOD = {"question": "What?", "answer": "This.", "images": ["images/0.png"]}
         ({"answer": ""}, "'answer' must be a text"),
         ({"images": ["images/none.png"]}, "none.png does not exist"),
         ({"images": "images/0.png"}, "'images' must be a list"),
-        ({"question": "<image><image>?"}, "2 times <image> for 1 images"),
+        ({"question": "<image><image>?"}, "has 2 places <image> for 1 images"),
         ({"metric": "bleu"}, "unknown metric 'bleu'"),
-        ({"metric": "choice"}, "'choices' belong to"),
+        ({"metric": "choice"}, "'choices' and the metric 'choice' need each other"),
         ({"choices": [1]}, "'choices' must be a list of texts"),
-        ({"choices": ["That.", "Those."]}, "the answer 'This.' is none of the choices"),
-        ({"choices": ["This.", "This. "]}, "two of the 'choices' are the same"),
+        ({"choices": ["That.", "Those."]}, "the answer 'This.' is neither a choice nor"),
+        ({"choices": ["This.", "This. "]}, "two of the 'choices' are equal"),
         ({"max_tokens": 0}, "'max_tokens' must be"),
-        ({"messages": []}, "not both"),
+        ({"messages": []}, "exactly one of"),
         ({"question": 5}, "'question' must be a text, not 5"),
         ({"images": ["x" * 5000]}, "does not exist"),
         ({"images": ["0.png\0"]}, "does not exist"),
-        ({"question": "\ud83d?"}, "half of a character"),
+        ({"question": "\ud83d?"}, "a lone surrogate"),
     ],
 )
 def test_a_bad_line_is_named(folder, change, words):
@@ -142,15 +142,15 @@ def test_a_bad_line_is_named(folder, change, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no samples"),
-        ("\n\n", "holds no samples"),
-        ('{"question": ', "line 1 is no JSON"),
-        ("[1]\n", "line 1 is no JSON object"),
-        ("[" * 100000, "line 1 is no JSON"),
-        (json.dumps({"id": 1, **GOOD}) + "\n" + json.dumps({"id": 1, **GOOD}), "line 2: the id 'own:1' was there"),
-        (json.dumps({"messages": [{"role": "assistant", "content": "x"}], "answer": "y"}), "take turns"),
+        ("", "has no samples"),
+        ("\n\n", "has no samples"),
+        ('{"question": ', "line 1 is not JSON"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ("[" * 100000, "line 1 is not JSON"),
+        (json.dumps({"id": 1, **GOOD}) + "\n" + json.dumps({"id": 1, **GOOD}), "line 2: the id 'own:1' occurs twice"),
+        (json.dumps({"messages": [{"role": "assistant", "content": "x"}], "answer": "y"}), "must alternate"),
         (json.dumps({"messages": [{"role": "robot", "content": "x"}], "answer": "y"}), "unknown role"),
-        (json.dumps({"answer": "y"}), "either 'messages' or 'question'"),
+        (json.dumps({"answer": "y"}), "exactly one of 'messages' and 'question'"),
     ],
 )
 def test_files_that_are_no_data_sets(folder, text, words):
@@ -163,7 +163,7 @@ def test_paths_and_formats_that_do_not_exist(folder):
         load(folder / "none.jsonl")
     with pytest.raises(UnknownNameError, match="did you mean 'milebench'"):
         load(folder, "milbench")
-    with pytest.raises(DatasetError, match="holds no data set"):
+    with pytest.raises(DatasetError, match="has no data set"):
         load(folder)
 
 
@@ -212,9 +212,9 @@ def test_milebench(folder):
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        (("{image#3}", ["0.png"], None, "x"), "image 3 is asked for, but there are 1"),
+        (("{image#3}", ["0.png"], None, "x"), "the text names image 3, but the sample has 1"),
         (("x", ["none.png"], None, "x"), "none.png does not exist"),
-        ((5, ["0.png"], None, "x"), "does not have MileBench's form"),
+        ((5, ["0.png"], None, "x"), "does not have the format of MileBench"),
     ],
 )
 def test_bad_milebench_samples_are_named(folder, sample, words):
@@ -277,7 +277,7 @@ def test_instructions_that_are_not_there(folder, key):
     path = milebench(folder, "TQA", "open-ended", ("x", ["0.png"], None, "x"))
     data = json.loads(path.read_text())
     data["data"][0]["task_instruction_id"] = key
-    with pytest.raises(DatasetError, match="does not have MileBench's form"):
+    with pytest.raises(DatasetError, match="does not have the format of MileBench"):
         load(write(path, data))
 
 
@@ -297,9 +297,9 @@ def test_json_of_another_form(folder, data):
         ("a.json", {"v1_0": {"image_name": "0.png", "question": "x", "answer": "y"}}, "unknown column 'image_name'"),
         ("a.json", {"v1_0": {"imagename": "0.png", "qestion": "x", "answer": "y"}}, "did you mean 'question'"),
         ("a.json", {"v1_0": {"imagename": "0.png", "question": "x", "answer": "y", "capability": 5}}, "'capability'"),
-        ("a.json", "[" * 100000, "a.json is no JSON"),
+        ("a.json", "[" * 100000, "a.json is not JSON"),
         ("a.json", {"v1_0": {"imagename": "x" * 5000, "question": "x", "answer": "y"}}, "does not exist"),
-        ("a.json", [{"image": "images/0.png", "question": "x", "answer": "\udc00"}], "half of a character"),
+        ("a.json", [{"image": "images/0.png", "question": "x", "answer": "\udc00"}], "a lone surrogate"),
     ],
 )
 def test_what_is_wrong_with_json_is_named(folder, name, data, words):

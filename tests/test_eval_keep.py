@@ -54,7 +54,7 @@ def test_where_whole_rows_cannot_stay_nothing_is_measured(native):
     records = Records(None, {}, False)
     out = evaluate(Job(MODEL, MMPROJ, chains()[:1], CELLS[:1], MeasureOptions(), settings), records)
     assert [row["method"] for row in records.rows.values()] == [FULL]
-    assert len(out.left_out) == 1 and "snapkv at 0.2 left out: its whole rows could not stay" in out.left_out[0]
+    assert len(out.left_out) == 1 and "snapkv at 0.2 left out: --keep had no effect" in out.left_out[0]
 
 
 def test_results_say_whether_rows_were_kept(kvedge, tmp_path):

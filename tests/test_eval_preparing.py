@@ -78,7 +78,7 @@ def test_a_refused_reply_leaves_nothing(session, split, two_turns, monkeypatch):
 def test_a_refused_question_about_a_context_leaves_nothing(session, split, two_turns, monkeypatch):
     monkeypatch.setattr("pykvedge.runtime.opening.cut", lambda pieces: ([], pieces))
     alone = replace(two_turns, lines=two_turns.lines[-1:])
-    with pytest.raises(ContextError, match="nothing comes before"):
+    with pytest.raises(ContextError, match="has no text or image before its question"):
         Preparer(session.model, session._vision, compress=CONTEXT).prepare(alone)
     assert len(split) == 1 and not split[0].chunk
 

@@ -61,11 +61,12 @@ def test_a_folder_of_three_files(tmp_path):
     ("changes", "what"),
     [
         ({"bbox": [1, 2, 3]}, "'bbox' must be"), ({"bbox": "1,2,3,4"}, "'bbox' must be"),
-        ({"bbox": [1, 2, 3, True]}, "'bbox' must be"), ({"bbox": [1, 2, 3, float("nan")]}, "not on its picture"),
-        ({"bbox": [130, 2, 3, 4]}, "not on its picture of 120 x 90"), ({"bbox": [1, 2, 0, 4]}, "not on its picture"),
-        ({"bbox": [1, -9, 3, 4]}, "not on its picture"), ({"instruction": " "}, "'instruction' must be a text"),
+        ({"bbox": [1, 2, 3, True]}, "'bbox' must be"), ({"bbox": [1, 2, 3, float("nan")]}, "not inside its picture"),
+        ({"bbox": [130, 2, 3, 4]}, "not inside its picture of 120 x 90"),
+        ({"bbox": [1, 2, 0, 4]}, "not inside its picture"),
+        ({"bbox": [1, -9, 3, 4]}, "not inside its picture"), ({"instruction": " "}, "'instruction' must be a text"),
         ({"data_type": 3}, "'data_type' must be a text"), ({"img_filename": "gone.png"}, "gone.png does not exist"),
-        ({"img_filename": "broken.png"}, "no image that can be read"),
+        ({"img_filename": "broken.png"}, "not a readable image"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(tmp_path, changes, what):

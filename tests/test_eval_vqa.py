@@ -101,13 +101,14 @@ def test_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"answers": []}, "either 'answer' is needed"),
-        ({"answers": ["a"], "answer": "b"}, "either 'answer' is needed"),
+        ({"answers": []}, "'answer' or a list 'answers' is required"),
+        ({"answers": ["a"], "answer": "b"}, "'answer' or a list 'answers' is required"),
         ({"answers": ["a", ""], "metric": "vqa"}, "must be a text"),
-        ({"answers": ["a", "b"]}, "belong to the metrics anls"),
-        ({"answers": "a"}, "either 'answer' is needed"), ({"answer": "1,2,3", "metric": "point"}, "no box"),
-        ({"answer": "3,2,1,4", "metric": "point"}, "no box"),
-        ({"answer": "a,b,c,d", "metric": "point"}, "no box"),
+        ({"answers": ["a", "b"]}, "works only with the metrics anls"),
+        ({"answers": "a"}, "'answer' or a list 'answers' is required"),
+        ({"answer": "1,2,3", "metric": "point"}, "is not a box"),
+        ({"answer": "3,2,1,4", "metric": "point"}, "is not a box"),
+        ({"answer": "a,b,c,d", "metric": "point"}, "is not a box"),
     ],
 )  # fmt: skip
 def test_references_that_are_none(tmp_path, row, what):

@@ -105,13 +105,13 @@ def test_results_of_another_version_of_a_plugin_or_plan_are_not_gone_on_with(kve
     before = save.read_bytes()
     assert kvedge(*few, "--resume").code == 0 and save.read_bytes() == before
     write(LAST.replace("recent=0", "recent=2"))
-    kvedge(*few, "--resume").failed(2, "latest at 0.2 was another plan")
+    kvedge(*few, "--resume").failed(2, "the plan or profile of latest at 0.2 differs")
     then = write(LAST.replace('"scorer.window": 8', '"scorer.window": 9')).stat()
-    kvedge(*few, "--resume").failed(2, "was another plan")
+    kvedge(*few, "--resume").failed(2, "differs from the file")
     # a text with the same length and time: Python's bytecode cache would take the old one
     os.utime(write(LAST), ns=(then.st_atime_ns, then.st_mtime_ns))
     plan.write_text(pykvedge.plan("snapkv", 0.3, allocator="ada").to_json())
-    kvedge(*few, "--resume").failed(2, "mine at 0.3 was another plan")
+    kvedge(*few, "--resume").failed(2, "the plan or profile of mine at 0.3 differs")
     assert save.read_bytes() == before
 
 

@@ -178,10 +178,10 @@ def test_pictures_of_a_folder(tmp_path, monkeypatch):
     contexts = list(drawn.contexts)
     images = [image for context in contexts for image in context[0].lines[0].images]
     assert len(images) == len(set(images)) == 30 and drawn.size == len(contexts)
-    assert drawn.notes == ("1 pictures cannot be read and are left out: bad.png",)
+    assert drawn.notes == ("1 pictures are left out, because they cannot be read: bad.png",)
     monkeypatch.setattr(material, "MOST", 20)
     assert "31 pictures" in material.folder(tmp_path, 1, [], 8).notes[-1]
-    with pytest.raises(UsageError, match="20 pictures, as 1 pictures cannot be read"):
+    with pytest.raises(UsageError, match=r"20 usable pictures \(1 pictures are left out"):
         material.folder(tmp_path, 1, [], 40)
 
 
@@ -237,7 +237,7 @@ def test_a_certificate_whose_profile_changed_or_that_is_damaged_is_not_taken(hom
     place = profiles.folder() / profiles.file_name(shipped.kind, shipped.model_hash)
     pykvedge.plans.profile.save(own, place)
     plan, line = tuned.plan_or_default(MODEL)
-    assert plan == pykvedge.default_plan() and "profile changed since this model was tuned" in line
+    assert plan == pykvedge.default_plan() and "the profile of the tuned plan has changed" in line
     place.unlink()
     assert tuned.plan_or_default(MODEL)[1].startswith("tuned: kvedge at 0.5")
     says = json.loads(path.read_text())

@@ -92,7 +92,7 @@ def make_prompt(
     spent = stock_spent = 0.0
     if shape.images:
         if vision is None:
-            raise UsageError(f"{model.path.name} has no image encoder; pass --mmproj, or --images 0")
+            raise UsageError(f"{model.path.name} was loaded without an image encoder; pass --mmproj, or --images 0")
         images = vision.split(vision.marker * shape.images, [_picture(rng, shape) for _ in range(shape.images)])
         try:
             for piece in images:

@@ -118,8 +118,8 @@ def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None
                     axis.remove()
         few, many = min(row.rounds for row in rows), max(row.rounds for row in rows)
         said = f"Medians of {few if few == many else f'{few} to {many}'} rounds, whiskers: quartiles. "
-        said += "Lines: what reading memory allows of tokens/s; the peak of KV memory."
-        said += " ?: other programs took the processors meanwhile." * any(row.disturbed for row in rows)
+        said += "Lines: the limit of tokens/s from the memory speed; the peak of KV memory."
+        said += " ?: other programs used the processors during the measurement." * any(row.disturbed for row in rows)
         drawing.caption(axes[0, 0].figure, said)
 
 

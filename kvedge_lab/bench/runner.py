@@ -61,7 +61,7 @@ def new_log(path: Path | None) -> JsonLines:
     Raises UsageError if the file exists and is not empty, SaveError if it cannot be written.
     """
     if path is not None and path.is_file() and path.stat().st_size:
-        raise UsageError(f"{path} exists; save to another file")
+        raise UsageError(f"{path} exists; give --save another file")
     return JsonLines(path)
 
 

@@ -165,8 +165,9 @@ def warnings(made: list[Row]) -> list[str]:
         shares = [row.others or 0.0 for row in mine if row.disturbed]
         if shares:
             out.append(
-                f"{model}, {prompt}: other programs had up to {100 * max(shares):.0f} % of the processors while it was "
-                "measured; its figures (marked ?) say little: end the others, or pass a smaller --threads, and repeat"
+                f"{model}, {prompt}: other programs used up to {100 * max(shares):.0f} % of the processors during "
+                f"the measurement, so figures marked ? are unreliable; end the other programs, or pass a smaller "
+                f"--threads, and repeat"
             )
     return out
 
@@ -241,23 +242,23 @@ def _known(values: Iterable[float]) -> float | None:
 
 
 NOTES = (
-    "stock: llama.cpp's own attention and cache with its default settings, in kvedge's library without kvedge attached "
-    "(its logits are bit for bit those of an unpatched build). `full` keeps everything, in kvedge's store.",
+    "stock: llama.cpp's attention and cache with default settings, in kvedge's library without kvedge attached (the "
+    "logits equal those of an unpatched build bit for bit). `full` keeps all KV pairs in kvedge's cache.",
     "Medians; in brackets, the middle half of all tokens. / stock: median of the ratios of each round, compression "
-    "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
-    "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
+    "counted as prefill. first token: encoding the images, prefill, compression. limit: the most tokens/s that the "
+    "memory speed allows for the weights and the kept KV. RSS: growth of the process from the start of the context.",
 )
 DEVICES = (
-    "compressed: where rows on devices were compressed. fetched, sent: bytes that crossed the bus for it; a row: "
-    "fetched, for each pending row of a KV head. operations: of graphs there. measure, gather and merge take place on "
-    "the device, choose on the host; upload: what the host computed was sent. peak: the most that devices had in use "
-    "beyond the weights (`--device-peak`); / cache: less what stock had beside its cache, over that cache."
+    "compressed: the place of the compression. fetched, sent: bytes that crossed the bus for the compression; a row: "
+    "fetched bytes per pending row of a KV head. operations: number of operations in device graphs. measure, gather "
+    "and merge run on the device, choose runs on the host; upload: sends the host's results. peak: peak device memory "
+    "without the weights (`--device-peak`); / cache: this peak, less stock's memory without its cache, over that cache."
 )
 WAITS = (
-    "first token: encoding, pruning, prefill and compression together, and how much sooner that is than stock's, which "
-    "encodes with the weights as they lie in the file. image again: the same where the encoder's output was kept. talk "
-    "again: a second conversation about the same images goes on from what the first one compressed of them, and reads "
-    "its question (`--again`)."
+    "first token: encoding, pruning, prefill and compression together, and the speedup over stock, which encodes with "
+    "the weights in the file's format. image again: the same with a cached output of the encoder. talk again: a second "
+    "conversation about the same images starts from the compressed cache of the first one, and reads only its question "
+    "(`--again`)."
 )
 
 
@@ -286,11 +287,11 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
         if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
             parts.append(_table(DEVICE_COLUMNS, mine))
             there = [row for row in mine if row.device_problem]
-            parts += [wrapped(f"{row.variant} is compressed on the host: {row.device_problem}.") for row in there]
+            parts += [wrapped(f"{row.variant} was compressed on the host: {row.device_problem}.") for row in there]
         if mine[0].image_tokens:
             parts.append(_table(WAIT_COLUMNS, mine))
     about = outcome.machine
-    told = "" if energy else " The system does not tell the energy spent."
+    told = "" if energy else " The energy used is not available on this system."
     n = about.get("threads", 0)
     parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]

@@ -100,7 +100,7 @@ class Setup:
         if self.around is None:
             return np.full(len(places), float(self.plan.budget.value))
         if not np.array_equal(self.around != 0, _table(places, n_layers, np.ones(len(places)))):
-            raise ProfileError("the profile of --around is not of the heads that kvedge compresses; calibrate without")
+            raise ProfileError("the profile of --around does not fit the heads of this model; omit --around")
         shares = self.around[tuple(np.array(places).T)]
         return np.minimum(shares / shares.mean() * float(self.plan.budget.value), 1.0)
 
@@ -159,8 +159,8 @@ class Curves:
         """
         if np.ptp(self.losses, axis=1).max() < SAME:
             raise KvedgeError(
-                "the answers are the same whatever a head keeps: the prompts are too short, or the answers need "
-                "nothing of them; give others with --data"
+                "the budgets of heads do not change the answers: the prompts are too short, or the answers do not "
+                "depend on them; give other samples with --data"
             )
         out = _table(self.places, n_layers, exchange(np.array(setup.points), self.losses, setup.targets, setup.floor))
         return out if setup.around is None else (out + setup.around) / 2
@@ -185,7 +185,9 @@ def setup_for(
     if not 2 <= n_points <= MOST_POINTS:
         raise UsageError(f"--points must be 2 to {MOST_POINTS}, not {n_points}")
     if not ways or not set(ways) <= {CONVERSATION, CONTEXT} or len(set(ways)) < len(ways):
-        raise UsageError(f"--compress must be {CONVERSATION}, {CONTEXT}, or both with a comma, not {','.join(ways)!r}")
+        raise UsageError(
+            f"--compress must be {CONVERSATION}, {CONTEXT}, or both separated by a comma, not {','.join(ways)!r}"
+        )
     points = tuple(np.geomspace(SMALLEST, 1.0, n_points).tolist())
     own = {**({} if scorer is None else {"scorer": scorer}), **(settings or {})}
     plan = make_plan(method, float(baseline), allocator="uniform", **own)
@@ -216,7 +218,7 @@ class _Curver:
             return
         if sample.pictures and vision is None:
             name = model.path.name
-            raise UsageError(f"a sample has images, and {name} was loaded without an image encoder; see --mmproj")
+            raise UsageError(f"a sample has images, but {name} was loaded without an image encoder; pass --mmproj")
         preparer = Preparer(model, vision, lambda _: stop_if_set(self._cancel), way)
         turns, answer, question = preparer.tokens(sample.messages(), sample.answer)
         try:
@@ -225,7 +227,9 @@ class _Curver:
             self._read(pieces, question, len(answer) or LONGEST_ANSWER)
             answer = answer or self._answer(question)
             if not answer:
-                raise UsageError(f'the model says nothing to {sample.question!r:.60}; give it an "answer"')
+                raise UsageError(
+                    f'the model gives an empty answer to {sample.question!r:.60}; add an "answer" to the sample'
+                )
             self._heads(number, question, answer)
         finally:
             preparer.release(turns)
@@ -238,7 +242,9 @@ class _Curver:
         reader.read(pieces)
         self._places = self._places or reader.heads()
         if not self._places:
-            raise NothingToCompressError(f"{reader.model.path.name} has no layers that kvedge can compress")
+            raise NothingToCompressError(
+                f"{reader.model.path.name} has no layers that kvedge can compress; use another model"
+            )
 
     def _ask(self, question: list[Piece]) -> bool:
         """Reads a separate question and keeps all of it. Returns whether there is a separate question."""
@@ -329,7 +335,7 @@ def measure_curves(
     drawn = list(itertools.islice(samples, count))
     readings = list(setup.readings(drawn))
     if not readings:
-        raise UsageError("there are no samples to measure; one without images has nothing before its question")
+        raise UsageError("no sample can be measured; --compress context needs samples with images or earlier questions")
     curver = _Curver(reader, setup, kept, on_estimate, len(readings), cancel)
     for number, (sample, way) in enumerate(readings):
         curver.measure(number, sample, way)

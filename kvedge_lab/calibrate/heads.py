@@ -60,7 +60,9 @@ def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
     """Splits the prompt before its last token, so the attention of this token can be watched."""
     last = pieces[-1]
     if not isinstance(last, TextPiece) or not last.tokens:
-        raise UsageError("the prompt must end in text; the model's chat template ends in an image")
+        raise UsageError(
+            "the prompt must end in text, but the model's chat template ends in an image; use another model"
+        )
     rest: list[Piece] = [*pieces[:-1]]
     if last.tokens[:-1]:
         rest.append(TextPiece(last.tokens[:-1]))
@@ -85,7 +87,7 @@ class HeadScorer:
             needle = sample.needle
             sources = [tokens_of_needle(needle, pieces, session.model)] if needle else tokens_of_boxes(sample, pieces)
             if not sources:
-                raise UsageError('a sample has neither "boxes" nor a "needle"')
+                raise UsageError('a sample needs "boxes" or a "needle"')
             rest, last = _alone(pieces)
             engine = session.engine
             engine.close()
@@ -110,7 +112,9 @@ class HeadScorer:
         session, engine = self._session, self._session.engine
         cache = engine.cache
         if cache is None:
-            raise NothingToCompressError(f"{session.model.path.name} has no attention that kvedge can watch")
+            raise NothingToCompressError(
+                f"{session.model.path.name} has no attention layer that kvedge can observe; use another model"
+            )
         self._layers = cache.layer_ids()
         cache.watch(True)
         texts: list[bytes] = []
@@ -129,10 +133,10 @@ class HeadScorer:
     def scores(self) -> Scores:
         """Returns the mean scores so far. Raises KvedgeError if no token was labelled."""
         if self._total is None or not self._total.any():
-            what = "no answer says what its boxes say" if self._total is None else "no head looks at the boxes"
+            what = "no answer contains the text of its boxes" if self._total is None else "no head looks at the boxes"
             raise KvedgeError(
-                f"{what}: the heads of {self._session.model.path.name} cannot be told apart by these samples; give "
-                "others with --data"
+                f"{what}: these samples do not distinguish the heads of {self._session.model.path.name}; give other "
+                f"samples with --data"
             )
         values = np.zeros((self._session.model.n_layer, self._total.shape[1]))
         values[self._layers] = self._total / self.samples
@@ -150,7 +154,7 @@ def score_heads(
     """Returns scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
     scorer = HeadScorer(session, kind)
     for number, sample in enumerate(itertools.islice(samples, count)):
-        progress("watching the heads", number / count)
+        progress("measuring the heads", number / count)
         scorer.add(sample, cancel=cancel)
     return scorer.scores()
 

@@ -39,14 +39,15 @@ def _images(sample: Labelled, pieces: list[Piece]) -> list[tuple[int, tuple[int,
         if isinstance(piece, ImagePiece):
             if piece.places is None:
                 raise UnsupportedError(
-                    "this model's image encoder does not say which token shows which part of an image, so its heads "
-                    "cannot be calibrated on boxes"
+                    "heads cannot be calibrated on boxes with this model, because the place of an image token in the "
+                    "image is unknown"
                 )
             out.append((at, (piece.places.across, piece.places.down)))
         at += piece.n_tokens
     if len(out) != len(sample.pictures):
         raise UnsupportedError(
-            "this model cuts images into slices, whose places are not known; its heads cannot be calibrated on boxes"
+            "heads cannot be calibrated on boxes with this model, because it cuts images into slices with unknown "
+            "places"
         )
     return out
 
@@ -78,7 +79,7 @@ def tokens_of_needle(needle: str, pieces: list[Piece], model: Model) -> np.ndarr
         at += piece.n_tokens
     wanted = needle.encode()
     if text.count(wanted) != 1:
-        raise UsageError(f"the needle {needle!r} is not found once in the prompt as the model reads it")
+        raise UsageError(f"the needle {needle!r} does not occur exactly once in the prompt after the chat template")
     low = text.index(wanted)
     high = low + len(wanted)
     ends = [*starts[1:], len(text)]

@@ -56,7 +56,9 @@ def _shares(session: Session, pieces: list, budget: float, cancel: threading.Eve
     engine.prefill(pieces, silent, cancel)
     engine.compress()
     if engine.cache is None:
-        raise NothingToCompressError(f"{session.model.path.name} has no layers that kvedge can compress")
+        raise NothingToCompressError(
+            f"{session.model.path.name} has no layers that kvedge can compress; use another model"
+        )
     out = np.full(session.model.n_layer, budget)
     n_tokens = sum(p.n_tokens for p in pieces)
     out[engine.cache.layer_ids()] = [np.mean(heads) / n_tokens for heads in engine.cache.lengths()]

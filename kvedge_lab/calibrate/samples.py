@@ -161,7 +161,7 @@ def read_jsonl(path: Path) -> list[Labelled]:
             except (UsageError, ImageError) as error:
                 raise UsageError(f"{path}, line {number}: {error}") from None
     if not out:
-        raise UsageError(f"{path} holds no samples; one JSON object a line is expected")
+        raise UsageError(f"{path} has no samples; write one JSON object per line")
     return out
 
 
@@ -169,12 +169,12 @@ def _parse(line: str, folder: Path) -> Labelled:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
-        raise UsageError("no JSON") from None
+        raise UsageError("the line is not JSON") from None
     if not isinstance(data, dict) or not isinstance(data.get("question"), str) or not data["question"].strip():
         raise UsageError('a JSON object with a "question" is expected')
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
-        raise UsageError(f'unknown field "{unknown[0]}"; there are {", ".join(sorted(_FIELDS))}')
+        raise UsageError(f'unknown field "{unknown[0]}"; known fields: {", ".join(sorted(_FIELDS))}')
     names = data.get("images", [data["image"]] if "image" in data else [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UsageError('"images" must be a list of paths')
@@ -182,9 +182,9 @@ def _parse(line: str, folder: Path) -> Labelled:
     if not isinstance(answer, str) or not isinstance(needle, str) or not isinstance(boxes, list):
         raise UsageError('"answer" and "needle" must be text, "boxes" a list')
     if needle and boxes:
-        raise UsageError('a sample has either "boxes" or a "needle"')
+        raise UsageError('a sample must not have both "boxes" and a "needle"')
     if needle and data["question"].count(needle) != 1:
-        raise UsageError('the "needle" must stand in the question exactly once')
+        raise UsageError('the "needle" must occur in the question exactly once')
     pictures = tuple(load_picture(folder / Path(name).expanduser()) for name in names)
     found, earlier = tuple(_box(b, pictures, answer) for b in boxes), _earlier(data.get("earlier", []))
     return Labelled(data["question"], pictures, found, needle, answer or needle, earlier)
@@ -206,12 +206,12 @@ def _box(data: Any, pictures: tuple[Picture, ...], answer: str) -> Box:
         raise UsageError("a box must be four numbers of pixels")
     image, text = data.get("image", 0), data.get("text", answer)
     if isinstance(image, bool) or not isinstance(image, int) or not 0 <= image < len(pictures):
-        raise UsageError(f"a box of image {image!r}, but there are {len(pictures)} images, counted from 0")
+        raise UsageError(f"a box names image {image!r}, but the sample has {len(pictures)} images, counted from 0")
     if not isinstance(text, str) or not text.strip():
-        raise UsageError('a box needs "text", or the sample an "answer"')
+        raise UsageError('a box needs a "text", or the sample needs an "answer"')
     left, top, right, bottom = (float(x) for x in data["box"])
     inside = 0 <= left < right <= pictures[image].width and 0 <= top < bottom <= pictures[image].height
     if not inside:
         size = f"{pictures[image].width} x {pictures[image].height}"
-        raise UsageError(f"the box {data['box']} does not lie in its image of {size} pixels")
+        raise UsageError(f"the box {data['box']} is not inside its image of {size} pixels")
     return Box(image, (left, top, right, bottom), text.strip())

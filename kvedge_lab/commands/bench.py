@@ -35,7 +35,8 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
 
 @command()
 @options.taking(
-    option("--quick", group="Measurement", common=True, is_flag=True, help="One prompt, one budget, fewer rounds."),
+    option("--quick", group="Measurement", common=True, is_flag=True, help="Measure one prompt and one budget in "
+    "fewer rounds."),
     common.MODELS,
     common.MMPROJS,
     *common.HUBS,
@@ -43,41 +44,43 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     common.BUDGET_LIST,
     options.PLUGIN,
     option("--tokens", group="Prompts", common=True, metavar="N,M",
-           help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}."),
+           help=f"The number of text tokens of each prompt. Default: {DEFAULTS['tokens']}."),
     option("--images", group="Prompts", common=True, metavar="N,M",
-           help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}."),
-    option("--image-size", group="Prompts", default="336x336", show_default=True, metavar="WxH", help="Pixels."),
+           help=f"The number of images of each prompt. Default: {DEFAULTS['images']}; 0 without --mmproj; "
+                f"{QUICK['images']} with --quick."),
+    option("--image-size", group="Prompts", default="336x336", show_default=True, metavar="WxH",
+           help="The image size in pixels."),
     option("--image-tokens", "image_tokens", group="Prompts", metavar="A,B",
-           help="Also with fewer tokens of each image, as 0.5,0.25: every method with each."),
+           help="Also measure every method with these shares of each image's tokens, for example 0.5,0.25."),
     option("--pruner", group="Prompts", default="residual", show_default=True, metavar="NAME",
-           help="Who chooses them."),
+           help="The pruner that chooses the tokens of --image-tokens."),
     option("--again", group="Measurement", is_flag=True, help="Also time a second conversation about the same images."),
     option("--later", group="Measurement", type=common.COUNT, default=None, metavar="N",
            help="Also time a later message of N tokens, after the answer."),
     option("--keep", group="What is kept", type=click.Choice(("ram", "disk")),
-           help="Also each method with all rows kept behind the compressed ones, in memory or in a file; see --later."),
+           help="Also measure each method with `kvedge chat --keep` in memory (ram) or in a file (disk); see --later."),
     option("--keep-type", group="What is kept", type=click.Choice(KEEP_TYPES),
-           help="How these rows are stored: f16, as they are (the default), or q8_0."),
+           help="The type in which --keep stores KV rows: f16 (the default, exact) or q8_0 (rounded)."),
     option("--device-peak", group="Measurement", is_flag=True,
-           help="Also the most memory that GPUs had in use: one more run of each method."),
+           help="Also measure the peak memory of GPUs, with one more run of each method."),
     option("--kv-type", "kv_types", group="Memory and devices", default="f16", show_default=True, metavar="A,B",
-           help="Storage types; stock uses f16."),
+           help="The KV types; stock uses f16."),
     option("--repeat", group="Measurement", common=True, type=common.COUNT, metavar="N",
-           help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a "
-                "prompt."),
+           help=f"The number of rounds. Default: {DEFAULTS['repeat']}, with --quick {QUICK['repeat']}, and more "
+                f"until a prompt takes {FILL_S:.0f} s."),
     option("--generate", group="Measurement", type=common.COUNT, metavar="N",
-           help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
+           help=f"The number of tokens generated in each round. Default: {DEFAULTS['generate']}, with --quick "
+                f"{QUICK['generate']}."),
     options.THREADS,
     *options.DEVICES,
-    common.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
+    common.output("Write the table to this file instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
     options.JSON,
     option("--save", group="Output", type=common.PATH, metavar="FILE.jsonl",
-           help="Keep every repetition, one line each, as it is measured."),
+           help="Save each round in this file when it is measured, one per line."),
     option("--plot", group="Output", common=True, type=common.PATH, metavar="FILE",
-           help="The table as a picture: .png, .svg, .pdf or .html; needs matplotlib."),
+           help="Plot the table: .png, .svg, .pdf or .html; needs matplotlib."),
     option("--memory-plot", group="Output", type=common.PATH, metavar="FILE",
-           help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs "
-                "matplotlib."),
+           help="Plot memory over time for stock and each method, with one more run of each; needs matplotlib."),
     options.QUIET,
 )  # fmt: skip
 def bench(**given: Any) -> None:
@@ -141,7 +144,7 @@ def _print(outcome: Any, given: dict[str, Any]) -> None:
     if given["plot"] is not None and made:
         plot.write(given["plot"], made, [*table.warnings(made), *table.NOTES])
     if given["memory_plot"] is not None and not timeline.draw(given["memory_plot"], outcome.traces):
-        click.echo("kvedge: no run finished whose memory could be drawn", err=True)
+        click.echo("kvedge: the memory plot was not written, because no run finished", err=True)
 
 
 def _matrix(given: dict[str, Any]) -> Matrix:
@@ -154,7 +157,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         chosen["images"] = "0"
     shapes = _shapes(chosen, given["image_size"])
     if any(shape.images for shape in shapes) and not all(files.mmproj for files in models):
-        raise UsageError("prompts with images need --mmproj for every --model, or --images 0")
+        raise UsageError("prompts with images need --mmproj for every --model; pass --mmproj, or --images 0")
     variants = _variants(given, str(chosen["budgets"]))
     _check_names("models", (files.name for files in models))
     _check_names("prompts", (shape.name for shape in shapes))
@@ -179,7 +182,9 @@ def _check_names(what: str, names: Iterable[str]) -> None:
     """Raises UsageError for a duplicate name, because names identify rows and group rounds."""
     for name, n in Counter(names).items():
         if n > 1:
-            raise UsageError(f"there are {n} {what} called '{name}', which the table could not tell apart")
+            raise UsageError(
+                f"{n} {what} have the same name '{name}', so the table cannot distinguish them; omit or rename one"
+            )
 
 
 def _models(given: dict[str, Any]) -> list[ModelFiles]:
@@ -189,7 +194,10 @@ def _models(given: dict[str, Any]) -> list[ModelFiles]:
     if not models and not by_name:
         return [ModelFiles(*model_files({"model": None, "mmproj": mmprojs[0] if mmprojs else None}))]
     if len(mmprojs) not in (0, len(models)):
-        raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or none")
+        raise UsageError(
+            f"{len(models)} models and {len(mmprojs)} image encoders were given; pass one --mmproj for "
+            f"each model, or none"
+        )
     pairs = zip(models, mmprojs or [None] * len(models), strict=True)
     files = [ModelFiles(*model_files({**given, "model": m, "mmproj": p})) for m, p in pairs]
     return files + [ModelFiles(*fetched(name, given)) for name in by_name]

@@ -38,7 +38,7 @@ _OPTIONS = (
     *options.HUB,
     option("--data", group="Samples", common=True, type=common.PATH, metavar="FILE.jsonl",
            help="Your own samples. Default: scenes drawn by kvedge."),
-    common.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
+    common.output("Write the profile to this file. Default: a file that `kvedge chat` finds.", metavar="FILE.json"),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -70,11 +70,11 @@ def calibrate() -> None:
 @options.taking(
     option("--kind", group="Measurement", common=True, default="visual", show_default=True, metavar="KIND",
            help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile."),
-    _most(50, "Prompts to watch, at most."),
+    _most(50, "The largest number of prompts to measure."),
     *_OPTIONS,
 )  # fmt: skip
 def heads(kind: str, samples: int, **given: Any) -> None:
-    """Find the heads that look at what an answer is read from, or whose keys are alike.
+    """Find the heads that attend to the source of an answer, or whose keys are alike.
 
     The model answers questions about images in which the place of the answer is known. While it generates a word that
     is in exactly one labelled box, heads that look into the box get a score: with visual (SparseMM) if their most
@@ -114,8 +114,9 @@ def heads(kind: str, samples: int, **given: Any) -> None:
 @calibrate.command(cls=Command)
 @options.taking(
     option("--budget", "budgets", group="Measurement", common=True, default="0.1,0.2,0.3,0.5,0.7", show_default=True,
-           metavar="A,B", help="Shares of the prompt to search for; between them the shares are interpolated."),
-    _most(10, "Prompts to search, at most; each is read once a budget."),
+           metavar="A,B", help="Budgets to search, as shares of the prompt. Results for other budgets are "
+           "interpolated."),
+    _most(10, "The largest number of prompts to search. Each prompt is read once per budget."),
     *_OPTIONS,
 )  # fmt: skip
 def prefix(budgets: str, samples: int, **given: Any) -> None:
@@ -148,32 +149,33 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 
 @calibrate.command(cls=Command)
 @options.taking(
-    _most(24, "Prompts to measure, at most."),
+    _most(24, "The largest number of prompts to measure."),
     option("--points", group="Measurement", common=True, type=int, default=12, show_default=True, metavar="N",
-           help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the "
-                "last."),
+           help="The number of kept shares to measure for each head: a geometric series from 1/128 of the prompt to "
+                "all of it."),
     option("--method", group="Measurement", default="snapkv", show_default=True, metavar="NAME",
-           help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named."),
+           help="The method whose scorer and reducer are used for the measurement. Default: snapkv with scorer mixkv."),
     option("--scorer", group="Measurement", metavar="NAME",
-           help="Another scorer for the method. See `kvedge methods NAME`."),
+           help="Use another scorer in the method. See `kvedge methods NAME`."),
     options.SET,
     option("--compress", group="Measurement", common=True, default="conversation", show_default=True, metavar="A,B",
-           help="conversation: the question with all before it; context: what comes before it alone; or both, which "
-                "takes twice as long."),
+           help="What to compress: conversation (everything with the question), context (everything before the "
+                "question), or both, which takes twice as long."),
     option("--baseline", group="Measurement", type=float, default=0.05, show_default=True, metavar="SHARE",
-           help="Of the prompt: the other heads'."),
+           help="The share of the prompt that the other heads keep."),
     option("--targets", group="Measurement", default="0.05,0.1,0.2", show_default=True, metavar="A,B",
-           help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small."),
+           help="Budgets, as shares of the prompt. The exchange minimises the average loss over these budgets."),
     option("--around", group="Measurement", common=True, type=common.PATH, metavar="PROFILE.json",
-           help="The other heads keep this profile's part of the baseline; its shares are half of the outcome."),
+           help="Divide the baseline of the other heads by this profile. The result is the mean of the new and the "
+                "old shares."),
     option("--seed", group="Samples", type=common.SEED, default=2024, show_default=True, metavar="N",
-           help="Of the scenes drawn by kvedge."),
+           help="The seed of the scenes drawn by kvedge."),
     option("--questions", group="Samples", type=int, default=1, show_default=True, metavar="N",
-           help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed."),
+           help="The largest number of questions about each scene drawn by kvedge. Only the last answer is measured."),
     option("--save", group="Output", type=common.PATH, metavar="FILE.jsonl",
-           help="Keep every head's losses, a line each, as they are measured."),
+           help="Save the losses of each head in this file when they are measured, one line per head."),
     option("--resume", group="Output", is_flag=True,
-           help="Go on with the losses in --save FILE; other targets need no more."),
+           help="Continue with the losses in --save FILE. Other --targets need no new measurements."),
     *_OPTIONS,
 )  # fmt: skip
 def budgets(samples: int, points: int, method: str, scorer: str | None, seed: int, **given: Any) -> None:
@@ -211,7 +213,7 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     if not 1 <= given["questions"] <= MOST_QUESTIONS:
         raise UsageError(f"--questions must be 1 to {MOST_QUESTIONS}, not {given['questions']}")
     if given["resume"] and given["save"] is None:
-        raise UsageError("--resume needs the file of losses: --save FILE")
+        raise UsageError("--resume needs the file of losses: add --save FILE")
     model, values, found = _measured(given, setup, seed, samples)
     command = f"kvedge calibrate budgets --samples {samples} --points {points}"
     command += f" --method {method}" if method != METHOD else ""
@@ -260,7 +262,7 @@ def _shares(name: str, text: str) -> list[float]:
     try:
         return [float(x) for x in text.split(",")]
     except ValueError:
-        raise UsageError(f"{name} takes shares like 0.1,0.2,0.5, not '{text}'") from None
+        raise UsageError(f"{name} must be shares such as 0.1,0.2,0.5, not '{text}'") from None
 
 
 def _drawn(seed: int, questions: int) -> str:
@@ -274,7 +276,7 @@ def _samples(given: dict[str, Any], kind: str, seed: int | None = None, question
         return scenes(kind, SEED if seed is None else seed, questions)
     found = read_jsonl(given["data"])
     if kind != "head-budgets" and any(sample.earlier for sample in found):
-        raise UsageError(f'{given["data"].name}: "earlier" questions are for kvedge calibrate budgets alone')
+        raise UsageError(f'{given["data"].name}: only kvedge calibrate budgets allows "earlier" questions; remove them')
     return found
 
 

@@ -35,7 +35,8 @@ MODELS = option(
 MMPROJS = option(
     "--mmproj", "-mm", "mmprojs", group="Model", common=True, config=True, type=PATH, multiple=True,
     metavar="FILE.gguf",
-    help="The image encoder of each --model, in the same order; none for a model without. Default: beside it.",
+    help="The image encoder of each --model, in the same order; 'none' for a model without encoder. Default: the "
+         "mmproj file in the model's folder.",
 )  # fmt: skip
 HUBS = (
     option("-hf", "--hf-repo", "hf_repos", group="Model", common=True, multiple=True, metavar="USER/REPO[:QUANT]",
@@ -46,13 +47,15 @@ HUBS = (
 METHOD_LIST = option(
     "--method", "methods", group="What is kept", common=True, shell_complete=completion.methods,
     default="kvedge,lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
-    help="See `kvedge methods`, or all. The full cache is always measured.",
+    help="Methods to measure (`kvedge methods` lists them), or all. The full cache is always measured.",
 )  # fmt: skip
 METHODS = option("--method", "methods", group="What is kept", common=True, multiple=True, metavar="NAME",
                  shell_complete=completion.methods,
-                 help=f"See `kvedge methods`; repeatable. Default: {DEFAULT_METHOD}.")  # fmt: skip
+                 help=f"The compression method (`kvedge methods` lists them); repeatable. Default: "
+                      f"{DEFAULT_METHOD}.")  # fmt: skip
 BUDGET_LIST = option("--budget", "budgets", group="What is kept", common=True, metavar="A,B",
-                     help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip
+                     help="KV pairs to keep: a share of the prompt (0.2), or a number per layer and KV head "
+                          "(128).")  # fmt: skip
 
 
 def output(what: str, **settings: Any) -> Callable[[Any], Any]:
@@ -63,7 +66,7 @@ def output(what: str, **settings: Any) -> Callable[[Any], Any]:
 def check_file(named: str, path: Path | None) -> None:
     """Raises UsageError if the file to write is a folder, before anything is measured."""
     if path is not None and paths.ask(Path.is_dir, path):
-        raise UsageError(f"{named} {path} is a folder; name a file in it")
+        raise UsageError(f"{named} {path} is a folder; name a file")
 
 
 def check_folder(path: Path) -> None:
@@ -83,7 +86,7 @@ def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
         raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
     check_file("--output", path)
     if not paths.ask(Path.is_dir, path.parent):
-        raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
+        raise UsageError(f"--output {path} cannot be written: the folder {path.parent} does not exist")
 
 
 def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]) -> None:

@@ -46,55 +46,57 @@ BUDGET = "0.2"
     options.MMPROJ,
     *options.HUB,
     option("--tasks", group="Samples", common=True, metavar="A,B",
-           help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
-                "about the same scene. page-NAME asks the second model about --images drawn pages; pages: all of "
-                "these. Default: all demo tasks of the first turn, where no DATA is given."),
+           help="Tasks of the demo generator, or all. NAME/2 asks in the second turn. NAME+NAME asks several "
+                "questions about the same scene. page-NAME asks about --images drawn pages; pages: all page tasks. "
+                "Default without DATA: all demo tasks of the first turn."),
     option("--samples", group="Samples", common=True, type=common.COUNT, default=20, show_default=True, metavar="N",
-           help="Of each demo task."),
+           help="The number of samples of each demo task."),
     option("--images", group="Samples", type=Whole(1, 8), default=4, show_default=True, metavar="N",
-           help="Pages, or scenes in demo tasks with several."),
-    option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, help="Of the demo samples."),
+           help="The number of pages, or of scenes in demo tasks with several scenes."),
+    option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, help="The seed of the demo "
+    "samples."),
     option("--format", "form", group="Samples", common=True, default="auto", show_default=True, metavar="NAME",
-           help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
+           help="The format of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
                 "textcaps, mm-niah, screenspot, screenspot-1000 or screenspot-pixels."),
     option("--image-folder", group="Samples", type=common.PATH, metavar="PATH",
-           help="Where the image paths of DATA start."),
+           help="The folder to which image paths in DATA are relative."),
     option("--recipe", group="Measurement", metavar="NAME",
-           help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
-                "names them."),
+           help="Repeat a table of a paper on DATA, with its methods and budgets, and compare the figures; 'list' "
+                "lists the recipes."),
     option("--download", group="Samples", is_flag=True,
-           help="Fetch the recipe's data, and its model where none is named, into the cache; a later run goes on."),
+           help="Download the recipe's data, and its model if no model is named, into the cache. A later run "
+                "continues a stopped download."),
     option("--manifest", group="Samples", type=common.PATH, metavar="FILE.json",
-           help="Addresses and checksums of --download, in place of the packaged ones."),
+           help="A file with addresses and checksums for --download, instead of the packaged file."),
     option("--paper", group="Output", type=common.PATH, metavar="FILE",
-           help="Also write the paper's figures beside this run's: .md, .tex or .csv."),
-    option("--limit", group="Samples", common=True, type=Whole(), metavar="N", help="First samples of each data set."),
+           help="Also write a table of this run's and the paper's figures: .md, .tex or .csv."),
+    option("--limit", group="Samples", common=True, type=Whole(), metavar="N", help="Use only the first N samples of "
+    "each data set."),
     common.METHOD_LIST,
     common.BUDGET_LIST,
     option("--plan", "plans", group="What is kept", type=common.PATH, multiple=True, metavar="FILE.json",
-           help="A composition of your own, with its budget; repeatable. Named after the file."),
+           help="A plan file with a budget; repeatable. The plan is named after its file."),
     options.PLUGIN,
     option("--compress", group="What is kept", type=click.Choice(["prompt", "context", "conversation"]),
            default="prompt", show_default=True,
-           help="What is compressed: each message with its question, as in a chat; all that comes before the last "
-                "question, which is then read with what was kept; or the whole conversation as one prompt."),
+           help="What to compress: prompt (each message with its question, as in chat), context (everything before "
+                "the last question), or conversation (the whole conversation as one prompt)."),
     *options.KEEP,
     option("--against", group="Measurement", default="full", show_default=True, metavar="METHOD",
-           help="What changes and their intervals are against: the full cache, or one of --method at the same "
-                "budget."),
+           help="The reference for changes and their intervals: full, or one of --method at the same budget."),
     option("--metrics", group="Measurement", common=True, default=",".join(METRICS), show_default=True, metavar="A,B",
-           help="score and rouge generate answers; ppl, kld and top1 look at the reference answer."),
+           help="The metrics. score and rouge generate answers; ppl, kld and top1 use the reference answer."),
     option("--max-tokens", group="Measurement", type=Whole(), default=512, show_default=True, metavar="N",
-           help="Longest answer."),
+           help="The largest number of tokens of an answer."),
     option("--save", group="Output", common=True, type=common.PATH, metavar="FILE.jsonl",
-           help="Keep every result, one line each, as it is measured."),
+           help="Save each result in this file when it is measured, one per line."),
     option("--resume", group="Output", common=True, is_flag=True,
-           help="Go on with the results in --save FILE; nothing is measured twice."),
-    common.output("Where the table goes instead of stdout: .md, .csv or .json.", metavar="FILE"),
+           help="Continue with the results in --save FILE. No result is measured twice."),
+    common.output("Write the table to this file instead of stdout: .md, .csv or .json.", metavar="FILE"),
     options.JSON,
     option("--plot", group="Output", common=True, type=common.PATH, metavar="FILE",
-           help="Right answers and KL divergence against the bytes kept, a line a method: .png, .svg, .pdf; needs "
-                "matplotlib."),
+           help="Plot right answers and KL divergence over the bytes kept, one line per method: .png, .svg, .pdf; "
+                "needs matplotlib."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -116,7 +118,7 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
     Examples:
       kvedge eval                   the default methods on the packaged model
       kvedge eval --method all --budget 0.5,0.2 --tasks code --save r.jsonl
-      kvedge eval --save r.jsonl --resume ...       goes on after a break
+      kvedge eval --save r.jsonl --resume ...       continues a stopped run
       kvedge eval --method all --budget 0.5,0.2,0.1,0.05 --plot cost.png
       kvedge eval -m m.gguf MileBench/TQA --output table.csv
       kvedge eval -m m.gguf own.jsonl --plan mine.json --metrics ppl,kld
@@ -140,7 +142,7 @@ def _run(given: dict[str, Any]) -> int:
     if given["recipe"] == "list":
         return _list_recipes(given)
     if given["resume"] and given["save"] is None:
-        raise UsageError("--resume needs the file of results: --save FILE")
+        raise UsageError("--resume needs the file of results: add --save FILE")
     given = _going_on(given) if given["resume"] else given
     given = _downloaded(given)
     asked = {name: given[name] for name in _ASKED}
@@ -212,7 +214,9 @@ def _job(given: dict[str, Any]) -> Job:
 def _keep(given: dict[str, Any]) -> dict[str, Any]:
     found = options.keep(given)
     if found and given["compress"] == "conversation":
-        raise UsageError("--keep is about later messages, and --compress conversation makes one message of all")
+        raise UsageError(
+            "--keep does not work with --compress conversation, which has no later messages; omit one of them"
+        )
     return found
 
 
@@ -227,9 +231,11 @@ def _by_recipe(given: dict[str, Any]) -> dict[str, Any]:
     for name in _OF_RECIPE:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             shown = {"methods": "method", "budgets": "budget", "form": "format", "plans": "plan"}.get(name, name)
-            raise UsageError(f"--{shown.replace('_', '-')} and --recipe do not go together; the recipe has its own")
+            raise UsageError(f"--recipe excludes --{shown.replace('_', '-')}, which the recipe sets; omit one of them")
     if not given["data"]:
-        raise UsageError(f"--recipe {given['recipe']} needs its data: a file or folder in the form {chosen.form}")
+        raise UsageError(
+            f"--recipe {given['recipe']} needs DATA, a file or folder of format {chosen.form}, or --download"
+        )
     return {**given, "named": chosen.named(), "budgets": ",".join(chosen.budgets), "metrics": chosen.metrics,
             "form": chosen.form, "max_tokens": chosen.max_tokens}  # fmt: skip
 
@@ -244,20 +250,20 @@ def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
 
     name, paper = given["recipe"], given["paper"]
     if name is None and (given["download"] or given["manifest"] or paper):
-        raise UsageError("--download, --manifest and --paper are about a recipe: --recipe NAME")
+        raise UsageError("--download, --manifest and --paper need a recipe: add --recipe NAME")
     if paper is not None and paper.suffix[1:] not in _PAPER:
         raise UsageError(f"--paper {paper} must end in .md, .tex or .csv")
     if not given["download"]:
         return given
     if given["data"]:
-        raise UsageError("--download brings the data; omit DATA")
+        raise UsageError("--download and DATA exclude each other; omit one of them")
     recipe(name)
     entry = downloads.read_manifest(given["manifest"] or downloads.MANIFEST, name)
     with Fetching(enabled=not given["quiet"]) as display:
 
         def look(file: str, there: int, size: int) -> None:
             whole = f" of {readable(size)}" if size else ""
-            display(f"fetching {file}: {readable(there)}{whole}", there / size if size else 0)
+            display(f"downloading {file}: {readable(there)}{whole}", there / size if size else 0)
 
         found = downloads.fetch(entry, downloads.folder_of(name, entry), look)
     named = given["model"] is not None or given["hf_repo"] is not None
@@ -298,7 +304,7 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
         out += draw(name, given["samples"], given["seed"], given["images"])
     twice = [name for name, n in Counter(sample.id for sample in out).items() if n > 1]
     if twice:
-        raise UsageError(f"there are two samples {twice[0]}; rename one, or one of the files")
+        raise UsageError(f"two samples have the same id {twice[0]}; rename one sample or one file")
     return out
 
 
@@ -317,12 +323,12 @@ def _cells(given: dict[str, Any], model: Path) -> list[Cell]:
         cells += [_cell(name, make_plan(method, budget, **settings), model) for budget in budgets]
     for path in given["plans"]:
         if path.stem == FULL:
-            raise UsageError(f"{path}: full is the name of the full cache; rename the plan's file")
+            raise UsageError(f"{path}: the name 'full' is reserved for the full cache; rename the plan's file")
         cells.append(_cell(path.stem, read_plan(path), model))
     keys = [cell.key for cell in cells]
     for cell in cells:
         if keys.count(cell.key) > 1:
-            raise UsageError(f"{cell.name} at {cell.plan.budget} was asked for twice; rename the plan's file")
+            raise UsageError(f"{cell.name} at {cell.plan.budget} was given twice; rename the plan's file")
     return cells
 
 
@@ -356,10 +362,13 @@ def _check_base(cells: list[Cell], against: str) -> None:
         return
     budgets = {cell.key[1] for cell in cells if cell.name == against}
     if not budgets:
-        raise UsageError(f"--against {against}: it is not measured; add it to --method")
+        raise UsageError(f"--against {against} is not measured; add {against} to --method")
     for cell in cells:
         if cell.name != FULL and cell.key[1] not in budgets:
-            raise UsageError(f"--against {against}: it is not measured at {cell.budget}, as {cell.name} is")
+            raise UsageError(
+                f"--against {against} is not measured at budget {cell.budget} of {cell.name}; measure "
+                f"{against} at this budget too"
+            )
 
 
 def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
@@ -373,7 +382,7 @@ def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
     about = {**job.header(), "against": against, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
     notes = ["Stopped before the end."] if outcome.interrupted else []
     if outcome.left_out:
-        notes.append(f"Left out: {len(outcome.left_out)}, see the messages.")
+        notes.append(f"Left out: {len(outcome.left_out)}; the messages on stderr give the reasons.")
     if recipe is not None:
         notes.append(recipes.beside(recipe, made))
         about["paper"] = recipes.as_rows(recipe, made)
@@ -389,4 +398,4 @@ def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
     tasks = list(dict.fromkeys(sample.task for sample in job.samples))
     of = f"{job.model.stem}, {', '.join(tasks) if len(tasks) <= 4 else f'{len(tasks)} tasks'}"
     if given["plot"] is not None and not plot.draw(given["plot"], made, against == FULL, of):
-        click.echo("kvedge: too little was measured for a picture", err=True)
+        click.echo("kvedge: the plot was not written, because there are too few results", err=True)

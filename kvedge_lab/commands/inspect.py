@@ -21,7 +21,7 @@ from pykvedge.plans.plan import Plan
 @click.argument("files", nargs=-1, type=common.PATH, metavar="[IMAGES]...")
 @options.taking(
     option("--prompt", group="Picture", common=True, default="Describe the image.", show_default=True, metavar="TEXT",
-           help="What is asked."),
+           help="The question."),
     options.MODEL,
     options.MMPROJ,
     *options.HUB,
@@ -35,16 +35,16 @@ from pykvedge.plans.plan import Plan
     options.CTX,
     options.THREADS,
     *options.DEVICES,
-    common.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
+    common.output("The folder for the report.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
     option("--format", "form", group="Output", type=click.Choice(["png", "svg", "pdf"]), default="png",
-           show_default=True, help="The format of the pictures beside the report."),
+           show_default=True, help="The file format of the figures."),
     option("--figures/--no-figures", group="Output", common=True, default=True,
-           help="Whether to draw; the numbers are always written."),
+           help="Whether to draw figures. The numbers are always written."),
     options.JSON,
     options.QUIET,
 )  # fmt: skip
 def inspect(files: tuple[Path, ...], **given: Any) -> None:
-    """Draw a KV cache, and what a method keeps of it.
+    """Draw a KV cache, and the KV pairs that a method keeps.
 
     Writes report.html (self-contained), its figures as files for the column of a paper, and data.npz with the numbers.
     The figures: kept patches over the images, for all layers together and for each; budgets by layer and head, with
@@ -64,7 +64,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
     from pykvedge.runtime.interrupt import as_event
 
     if given["figures"] and not can_draw():
-        raise LibraryError("figures are drawn with matplotlib: pip install 'kvedge[inspect]', or pass --no-figures")
+        raise LibraryError("figures need matplotlib: pip install 'kvedge[inspect]', or pass --no-figures")
     common.check_folder(given["output"])
     options.load_plugins(given)
     plans = _plans(given)
@@ -90,7 +90,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
 def _plans(given: dict[str, Any]) -> list[Plan]:
     names = given["methods"]
     if len(set(names)) < len(names):
-        raise UsageError("--method names a method twice")
+        raise UsageError("--method names a method twice; name each method once")
     return [options.chosen_plan({**given, "method": name}) for name in names or [None]]
 
 

@@ -37,29 +37,31 @@ _ABOUT = ("show", "list_all", "remove")
     options.MMPROJ,
     *options.HUB,
     option("--images", group="Samples", common=True, type=common.PATH, metavar="FOLDER",
-           help="Your pictures, 24 or more. Default: scenes for the packaged model, drawn pages for others."),
+           help="A folder with 24 or more pictures. Default: drawn scenes for the packaged model, drawn pages for "
+                "other models."),
     option("--questions", group="Samples", common=True, type=common.PATH, metavar="FILE",
-           help="A question a line. Default: general ones."),
+           help="A file with one question per line. Default: general questions."),
     option("--minutes", group="Measurement", common=True, type=Number(0.1, 60 * 24 * 7), default=20,
-           show_default=True, metavar="N", help="What all of it may take."),
+           show_default=True, metavar="N", help="The largest total time in minutes."),
     option("--target", group="Measurement", common=True, type=Number(0.5, 1, max_open=True), default=0.99,
            show_default=True, metavar="SHARE",
-           help="Of the tokens of the full cache's answers, which the plan's likeliest token must agree with."),
+           help="The share of tokens on which the plan and the full cache must agree."),
     option("--method", "--methods", "methods", group="What is kept", common=True, default=METHODS, show_default=True,
-           metavar="A,B", help="See `kvedge methods`; the default plan is always measured."),
+           metavar="A,B", help="Methods to measure (`kvedge methods` lists them). The default plan is always "
+           "measured."),
     option("--budget", "--budgets", "budgets", group="What is kept", common=True, default=BUDGETS, show_default=True,
-           metavar="A,B", help="0.2 of the prompt, or 128 KV pairs."),
+           metavar="A,B", help="Budgets to measure: shares of the prompt (0.2), or numbers of KV pairs (128)."),
     option("--seed", group="Samples", type=common.SEED, default=0, show_default=True, metavar="N",
-           help="Of drawn pictures, or of the order of yours."),
+           help="The seed of drawn pictures, or of the order of your pictures."),
     option("--fresh", group="Measurement", common=True, is_flag=True,
-           help="Begin anew, whatever an earlier run has measured."),
+           help="Start again, and ignore the measurements of an earlier run."),
     option("--show", group="Certificate", common=True, is_flag=True,
-           help="Show the certificate of the model, and measure nothing."),
+           help="Show the certificate of the model, without a measurement."),
     option("--list", "list_all", group="Certificate", common=True, is_flag=True, help="Show which models are tuned."),
     option("--remove", group="Certificate", common=True, is_flag=True,
-           help="Remove the certificate: the model is answered by the default plan again."),
+           help="Remove the certificate. kvedge then uses the default plan for the model."),
     option("--html", group="Certificate", common=True, type=common.PATH, metavar="FILE",
-           help="Also write one page with the plot and all figures."),
+           help="Also write an HTML page with the plot and all figures."),
     options.CTX,
     options.THREADS,
     *options.DEVICES,
@@ -71,7 +73,7 @@ _ABOUT = ("show", "list_all", "remove")
     options.VERBOSE,
 )  # fmt: skip
 def tune(**given: Any) -> None:
-    """Find the plan that fits your model, and show that it does.
+    """Find the plan that fits your model, and prove it by measurement.
 
     The model answers questions about pictures with its full cache. Plans are measured against these answers, so nobody
     needs to label anything. The measures: the share of tokens that the plan agrees with, the share of equal answers,
@@ -91,9 +93,9 @@ def tune(**given: Any) -> None:
     Exit code: 0 if a plan is stored, 1 if nothing can be promised, 130 after Ctrl-C.
     """
     if sum(bool(given[name]) for name in _ABOUT) > 1:
-        raise UsageError("--show, --list and --remove are three things; take one")
+        raise UsageError("--show, --list and --remove exclude each other; give one of them")
     if given["html"] is not None and not paths.ask(Path.is_dir, given["html"].parent):
-        raise UsageError(f"--html {given['html']} cannot be written: there is no folder {given['html'].parent}")
+        raise UsageError(f"--html {given['html']} cannot be written: the folder {given['html'].parent} does not exist")
     common.check_file("--html", given["html"])
     if given["list_all"]:
         _list(given)
@@ -125,7 +127,7 @@ def report(files: tuple[Path, ...], as_json: bool) -> None:
     try:
         click.echo(json.dumps(found) if as_json else certificate.models(found))
     except (KeyError, TypeError) as error:
-        raise UsageError(f"one of the certificates is not whole: {error} is missing or damaged") from None
+        raise UsageError(f"a certificate is incomplete: {error} is missing or damaged; remove its file") from None
 
 
 def _list(given: dict[str, Any]) -> None:
@@ -172,7 +174,7 @@ def _run(given: dict[str, Any]) -> int:
     with _race(given, _cells(given), 60 * given["minutes"]) as (race, kept_in):
         said = certificate.verdict(race)
         if said.taken is None or said.proof is None:
-            click.echo(f"kvedge: nothing is promised, and no plan is stored: {said.why}", err=True)
+            click.echo(f"kvedge: no plan was stored, because no plan was proven: {said.why}", err=True)
             if race.profile is not None and race.problem():  # the profile comes from the same answers
                 race.profile.unlink(missing_ok=True)
             return 1
@@ -230,7 +232,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
 
     model, mmproj = model_files(given)
     if mmproj is None:
-        raise UsageError("tuning asks about pictures, so the model needs its image encoder: --mmproj FILE.gguf")
+        raise UsageError("kvedge tune needs the image encoder of the model: pass --mmproj FILE.gguf")
     settings = Settings.of({**options.running(given), "verbose": given["verbose"]})
     model_hash = profiles.hash_of(model)
     place = tuned.place(model_hash)
@@ -249,7 +251,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
             if not given["quiet"]:
                 display.say(f"kvedge: {line}")
 
-        for line in (*material.notes, *([f"going on after {kept.spent():.0f} s"] if kept.rows else [])):
+        for line in (*material.notes, *([f"continuing after {kept.spent():.0f} s"] if kept.rows else [])):
             say(line)
         with as_event(threading.Event()) as cancel, parent.watched(given["parent_pid"] or 0, cancel):
             loan = borrow(model, mmproj, settings, display, cancel)
@@ -258,7 +260,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
             try:
                 race.run(lambda reader: calibrate(race, reader, kept_in[1], say))
             except CancelledError:
-                click.echo("kvedge: stopped; the same command goes on", err=True)
+                click.echo("kvedge: stopped; the same command continues the run", err=True)
                 raise
         display.done()
         yield race, kept_in
@@ -282,4 +284,4 @@ def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any],
         raise SaveError(f"{files[0].parent} cannot be written: {error.strerror or error}") from None
     except UsageError as error:
         why = str(error).replace("; save to another file", "")
-        raise UsageError(f"{why}; add --fresh to begin anew, or run the same command to go on") from None
+        raise UsageError(f"{why}; add --fresh to start again, or run the same command to continue") from None

@@ -48,7 +48,7 @@ def draw_sample(rng: np.random.Generator, task: str, images: int, second_turn: b
         return Sample(task, (first, second), ask_difference(first, second, which), second_turn)
     count = images if task in NEEDLE_TASKS else 1
     if task in NEEDLE_TASKS and count < 2:
-        raise ValueError(f"{task} needs two images or more, not {count}")
+        raise ValueError(f"task {task} needs two or more images, not {count}")
     ask = SINGLE_TASKS.get(task) or NEEDLE_TASKS[task]
     while True:
         scenes = tuple(draw_scene(rng, held_out) for _ in range(count))
@@ -65,7 +65,7 @@ def samples(
     part: one of PARTS, whose scenes are in no other part; "": all.
     """
     if task not in TASKS:
-        raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
 
     def draw(rng: np.random.Generator) -> tuple[tuple[Scene, ...], Sample]:
         sample = draw_sample(rng, task, images, second_turn)
@@ -80,7 +80,7 @@ def _endless(
 ) -> Iterator[tuple[tuple[Scene, ...], Drawn]]:
     """Yields scenes of a part with their questions. Draw number n has its own random generator."""
     if part and part not in PARTS:
-        raise ValueError(f"no part is called {part!r}: they are {', '.join(PARTS)}")
+        raise ValueError(f"unknown part {part!r}; known: {', '.join(PARTS)}")
     for number in itertools.count():
         rng = np.random.default_rng((*seed, number))
         drawn = draw(rng)
@@ -98,7 +98,8 @@ def chain(
     draws before it. part: see samples(). Raises ValueError for other tasks.
     """
     if not tasks or not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
-        raise ValueError(f"questions about the same scenes: of {list(SINGLE_TASKS)}, or of {list(NEEDLE_TASKS)}")
+        raise ValueError(f"questions about the same scenes must all be from {list(SINGLE_TASKS)}, or all from "
+        f"{list(NEEDLE_TASKS)}")
     count, places = 1 if tasks[0] in SINGLE_TASKS else images, [TASKS.index(task) for task in tasks]
     yield from _endless(lambda rng: draw_chain(rng, tasks, count), part, seed, len(TASKS), *places, count)
 

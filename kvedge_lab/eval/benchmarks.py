@@ -95,13 +95,13 @@ def mm_niah(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
             choices = tuple(str(choice) for choice in meta.get("choices") or ())
             question = f"{text_field(item, 'context', where)}\n{text_field(item, 'question', where)}"
             if meta.get("choices_image_path") or isinstance(answer, list):
-                raise DatasetError(f"{where}: choices that are pictures, and counts, are not read; leave this file out")
+                raise DatasetError(f"{where}: samples with picture choices or counts are not supported; omit this file")
             reply = choices[answer] if isinstance(answer, int) and choices else str(answer)
             pictures = tuple(image_file(folder, name, where) for name in names)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, DatasetError):
                 raise
-            raise DatasetError(f"{where} does not have MM-NIAH's form: {type(error).__name__} {error}") from None
+            raise DatasetError(f"{where} does not have the format of MM-NIAH: {type(error).__name__} {error}") from None
         line = DialogMessage("user", with_choices(question, choices) if choices else question + _SHORT, pictures)
         check_marks((line,), where)
         metric = "choice" if choices else "contains"
@@ -121,7 +121,7 @@ def _file(path: Path, suffix: str = "json") -> Path:
         return path
     found = sorted(path.glob(f"*.{suffix}"))
     if len(found) != 1:
-        raise DatasetError(f"{path} holds {len(found)} .{suffix} files; name the one that is meant")
+        raise DatasetError(f"{path} has {len(found)} .{suffix} files; name one file")
     return found[0]
 
 

@@ -49,7 +49,7 @@ def load(path: Path, form: str = "auto", images: Path | None = None, limit: int 
     name = form if form != "auto" else _guess(path)
     out = FORMATS[name](path, images, limit)
     if not out:
-        raise DatasetError(f"{path} holds no samples")
+        raise DatasetError(f"{path} has no samples")
     return out
 
 
@@ -80,12 +80,12 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
         try:
             data = parsed(text)
         except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{where} is no JSON: {error}") from None
+            raise DatasetError(f"{where} is not JSON: {error}") from None
         if not isinstance(data, dict):
-            raise DatasetError(f"{where} is no JSON object")
+            raise DatasetError(f"{where} is not a JSON object")
         for sample in _jsonl_samples(data, images or path.parent, path, number):
             if sample.id in known:
-                raise DatasetError(f"{where}: the id '{sample.id}' was there before")
+                raise DatasetError(f"{where}: the id '{sample.id}' occurs twice")
             known.add(sample.id)
             out.append(sample)
     return with_corpus(out, str(path))
@@ -100,7 +100,7 @@ def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) 
         raise DatasetError(f"{where}: 'questions' must be a list of objects with 'question' and 'answer'")
     for key in ASKED[:5]:
         if key in data:
-            raise DatasetError(f"{where}: '{key}' and 'questions' do not go together; each question has its own")
+            raise DatasetError(f"{where}: '{key}' and 'questions' exclude each other; put '{key}' into each question")
     common = {key: data[key] for key in data if key not in ("questions", "messages")}
     identity, out = str(data.get("id", number)), []
     for i, one in enumerate(asked, 1):
@@ -125,16 +125,16 @@ def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -
     if not isinstance(choices, list) or not all(isinstance(c, str) and c.strip() for c in choices):
         raise DatasetError(f"{where}: 'choices' must be a list of texts")
     if len({choice.strip() for choice in choices}) < len(choices):
-        raise DatasetError(f"{where}: two of the 'choices' are the same")
+        raise DatasetError(f"{where}: two of the 'choices' are equal")
     metric = data.get("metric", "choice" if choices else "rouge")
     if metric not in SCORES + NO_SCORE:
         raise DatasetError(f"{where}: {unknown('metric', str(metric), SCORES + NO_SCORE)}")
     if (metric == "choice") != bool(choices):
-        raise DatasetError(f"{where}: 'choices' belong to the metric 'choice', which needs them")
+        raise DatasetError(f"{where}: 'choices' and the metric 'choice' need each other; add the missing one")
     if choices and place_of(answer, choices) is None:
-        raise DatasetError(f"{where}: the answer {answer!r:.40} is none of the choices, nor a letter of one")
+        raise DatasetError(f"{where}: the answer {answer!r:.40} is neither a choice nor the letter of a choice")
     if others and metric not in SEVERAL:
-        raise DatasetError(f"{where}: 'answers' belong to the metrics {', '.join(SEVERAL)}")
+        raise DatasetError(f"{where}: 'answers' works only with the metrics {', '.join(SEVERAL)}")
     if metric == "point":
         _check_boxes((answer, *others), where)
     longest = data.get("max_tokens")
@@ -155,7 +155,7 @@ def _references(data: dict[str, Any], where: str) -> list[str]:
         return [text_field(data, "answer", where)]
     found = data["answers"]
     if "answer" in data or not isinstance(found, list) or not found:
-        raise DatasetError(f"{where}: either 'answer' is needed, or a list of 'answers'")
+        raise DatasetError(f"{where}: 'answer' or a list 'answers' is required")
     return [text_field({"answers": one}, "answers", where) for one in found]
 
 
@@ -172,7 +172,7 @@ def _messages(
 ) -> tuple[DialogMessage, ...]:
     """Returns the conversation. Images go to the marks in order; without marks, all go to the first user's message."""
     if ("messages" in data) == ("question" in data):
-        raise DatasetError(f"{where}: either 'messages' or 'question' is needed, and not both")
+        raise DatasetError(f"{where}: exactly one of 'messages' and 'question' is required")
     if "question" in data:
         turns: Any = [{"role": "user", "content": text_field(data, "question", where)}]
     else:
@@ -198,7 +198,9 @@ def _check_roles(roles: list[str], where: str) -> None:
     talk = roles[1:] if roles[:1] == ["system"] else roles
     expected = [("user", "assistant")[i % 2] for i in range(len(talk))]
     if not talk or talk != expected or talk[-1] != "user":
-        raise DatasetError(f"{where}: user and assistant must take turns, and the user ask last")
+        raise DatasetError(
+            f"{where}: the roles user and assistant must alternate, and the last message must be from the user"
+        )
 
 
 def _placed(pairs: list[tuple[str, str]], images: tuple[Path, ...]) -> tuple[DialogMessage, ...]:
@@ -245,12 +247,12 @@ def _objects(path: Path, limit: int | None) -> Iterator[tuple[str, str, dict[str
     """Yields (where, id, object) of a JSON list or dict."""
     data = read_json(path)
     if not isinstance(data, (list, dict)):
-        raise DatasetError(f"{path} must hold a list or an object of samples")
+        raise DatasetError(f"{path} must be a list or an object of samples")
     items = list(data.items()) if isinstance(data, dict) else [(str(i + 1), item) for i, item in enumerate(data)]
     for key, item in items[:limit]:
         where = f"{path} sample {key}"
         if not isinstance(item, dict):
-            raise DatasetError(f"{where} is no JSON object")
+            raise DatasetError(f"{where} is not a JSON object")
         yield where, f"{path.stem}:{key}", item
 
 

@@ -47,16 +47,21 @@ def read_manifest(path: Path, name: str) -> Mapping[str, Any]:
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror}") from None
     except KeyError:
-        raise DatasetError(f"{path} has no data for the recipe {name}; pass the data yourself") from None
+        raise DatasetError(f"{path} has no entry for the recipe {name}; give DATA instead of --download") from None
     except (ValueError, TypeError) as error:
-        raise DatasetError(f"{path} is no manifest: {one_line(error):.100}") from None
+        raise DatasetError(f"{path} is not a manifest: {one_line(error):.100}") from None
     if not isinstance(entry, dict):
         raise DatasetError(f"{path}: {name} must be an object")
     if "page" in entry:
-        raise DatasetError(f"the data of {name} cannot be fetched: get it from {entry['page']}, and pass its file")
+        raise DatasetError(
+            f"the data of {name} cannot be downloaded automatically: get the data from "
+            f"{entry['page']}, and give the file as DATA"
+        )
     files = entry.get("files")
     if not isinstance(entry.get("data"), str) or not isinstance(files, list) or not all(map(_is_file, files)):
-        raise DatasetError(f"{path}: {name} needs 'data', and 'files', each with a 'url' and a 'path' in the folder")
+        raise DatasetError(
+            f"{path}: {name} needs 'data' and 'files', and each file needs a 'url' and a relative 'path'"
+        )
     return entry
 
 
@@ -86,7 +91,7 @@ def fetch(entry: Mapping[str, Any], folder: Path, look: Look) -> Fetched:
                 _unpack(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise HubError(f"the disk of {folder} is full; make room, and run the same command again") from None
+            raise HubError(f"the disk of {folder} is full; free disk space, and run the same command again") from None
         raise HubError(f"{folder} cannot be written: {error.strerror or error}") from None
     images = entry.get("images")
     return Fetched(folder / entry["data"], folder / images if images else None, entry.get("model"))
@@ -110,8 +115,9 @@ def _fetch(url: str, path: Path, expected: str | None, look: Look) -> None:
     if expected is not None and found != expected:
         part.unlink()
         raise HubError(
-            f"{url} has another checksum than the manifest: {found[:12]}..., not {expected[:12]}...; it was removed. "
-            f"The data has changed, or is not the owner's; if you trust it, remove {noted.name} or change the manifest"
+            f"{url} was removed, because its checksum is {found[:12]}..., not {expected[:12]}... as in the manifest: "
+            f"the data "
+            f"has changed or is not authentic; if you trust the data, remove {noted.name} or change the manifest"
         )
     noted.write_text(f"{found}  {path.name}\n", encoding="ascii")
     part.replace(path)
@@ -140,7 +146,7 @@ def _append(url: str, part: Path, look: Look) -> None:
             if status == 416:  # the file is complete
                 return
             if status not in (200, 206):
-                raise HubError(f"{url} is refused (status {status}); the owner may have moved it")
+                raise HubError(f"{url} cannot be downloaded (status {status}); the owner may have moved the file")
             if status == 200 and there:  # the server sends the file from the beginning
                 out.truncate(0)
                 there = 0
@@ -162,7 +168,10 @@ def _append(url: str, part: Path, look: Look) -> None:
 def _check_room(part: Path, needed: int) -> None:
     free = shutil.disk_usage(part.parent).free
     if needed > free:
-        raise HubError(f"{part.stem} needs {readable(needed)} more in {part.parent}, where {readable(free)} are free")
+        raise HubError(
+            f"{part.stem} needs {readable(needed)} in {part.parent}, but only {readable(free)} are free; "
+            f"free disk space"
+        )
 
 
 def _unpack(path: Path) -> None:
@@ -180,5 +189,5 @@ def _unpack(path: Path) -> None:
             with tarfile.open(path) as archive:
                 archive.extractall(path.parent, filter="data")
     except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
-        raise HubError(f"{path} is no archive that can be unpacked ({one_line(error):.80}); remove it") from None
+        raise HubError(f"{path} cannot be unpacked ({one_line(error):.80}); remove the file") from None
     done.touch()

@@ -21,7 +21,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise DatasetError(f"{path} is not text in UTF-8") from None
+        raise DatasetError(f"{path} is not UTF-8 text") from None
 
 
 def parsed(text: str) -> Any:
@@ -31,7 +31,7 @@ def parsed(text: str) -> Any:
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("it holds half of a character (a lone surrogate)") from None
+            raise ValueError("the text has a lone surrogate") from None
     return data
 
 
@@ -39,7 +39,7 @@ def read_json(path: Path) -> Any:
     try:
         return parsed(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{path} is no JSON: {error}") from None
+        raise DatasetError(f"{path} is not JSON: {error}") from None
 
 
 def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
@@ -82,10 +82,10 @@ def items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[s
         data = data.get(key) if isinstance(data, dict) else None
     if not isinstance(data, list):
         what = f"an object with a list '{key}'" if key else "a list of samples"
-        raise DatasetError(f"{file} does not hold {what}")
+        raise DatasetError(f"{file} must be {what}")
     for i, item in enumerate(data[:limit], 1):
         if not isinstance(item, dict):
-            raise DatasetError(f"{file} sample {i} is no JSON object")
+            raise DatasetError(f"{file} sample {i} is not a JSON object")
         yield f"{file} sample {i}", item
 
 
@@ -102,4 +102,4 @@ def check_marks(lines: tuple[DialogMessage, ...], where: str) -> None:
     for line in lines:
         marks = places(line.text)
         if marks and marks != len(line.images):
-            raise DatasetError(f"{where}: {marks} times {IMAGE} for {len(line.images)} images")
+            raise DatasetError(f"{where}: the text has {marks} places {IMAGE} for {len(line.images)} images")

@@ -188,7 +188,7 @@ class Preparer:
 
     def _pieces(self, prompt: PromptText, pictures: list[Picture]) -> list[Piece]:
         if pictures and self._vision is None:
-            raise KvedgeError("the sample has images, and the model was loaded without an image encoder; see --mmproj")
+            raise KvedgeError("the sample has images, but the model was loaded without an image encoder; pass --mmproj")
         return self._composer.pieces(prompt, pictures)
 
 
@@ -200,7 +200,9 @@ def _apart(turns: list[Turn]) -> tuple[list[Turn], list[Piece]]:
     *earlier, (last, _) = turns
     before, question = opening.cut(last)
     if not before and not earlier:
-        raise ContextError("nothing comes before its question that could be compressed without it")
+        raise ContextError(
+            "the sample has no text or image before its question, so --compress context has nothing to compress"
+        )
     return [*earlier, (before, [])] if before else earlier, question
 
 

@@ -33,7 +33,7 @@ def load(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads the samples of one data set (its folder or JSON file), or of every data set in a folder."""
     files = [path] if path.is_file() else _files(path)
     if not files:
-        raise DatasetError(f"{path} holds no data set: neither {path.name}.json nor folders NAME with NAME.json")
+        raise DatasetError(f"{path} has no data set: it needs {path.name}.json, or folders NAME with NAME.json")
     return [sample for file in files for sample in _load_file(file, images, limit)]
 
 
@@ -48,7 +48,7 @@ def _load_file(path: Path, images: Path | None, limit: int | None) -> list[Sampl
     found = read_json(path)
     data = found if isinstance(found, dict) else {}
     if not isinstance(data.get("meta_data"), dict) or not isinstance(data.get("data"), list):
-        raise DatasetError(f"{path} is no MileBench data set: 'meta_data' and 'data' are missing")
+        raise DatasetError(f"{path} is not a MileBench data set: 'meta_data' or 'data' is missing")
     out = []
     for i, item in enumerate(data["data"][:limit]):
         where = f"{path} sample {item.get('sample_id', i) if isinstance(item, dict) else i}"
@@ -57,7 +57,9 @@ def _load_file(path: Path, images: Path | None, limit: int | None) -> list[Sampl
         except DatasetError:
             raise
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-            raise DatasetError(f"{where} does not have MileBench's form: {type(error).__name__} {error}") from None
+            raise DatasetError(
+                f"{where} does not have the format of MileBench: {type(error).__name__} {error}"
+            ) from None
     return out
 
 
@@ -86,7 +88,7 @@ def _placed(context: str, n_images: int, where: str) -> tuple[str, list[int]]:
     order = [int(k) - 1 for k in _PLACE.findall(context)]
     wrong = [k + 1 for k in order if not 0 <= k < n_images]
     if wrong:
-        raise DatasetError(f"{where}: image {wrong[0]} is asked for, but there are {n_images}")
+        raise DatasetError(f"{where}: the text names image {wrong[0]}, but the sample has {n_images} images")
     if not order:  # no place is marked: images come first
         return context, list(range(n_images))
     return _PLACE.sub(IMAGE, context), order

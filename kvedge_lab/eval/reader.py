@@ -98,7 +98,7 @@ class Reader:
         """
         limit = self._n_ctx or self.model.n_ctx_train or n_conversation + n_answer
         if n_conversation + n_answer > limit:
-            most = f"context holds {limit}; raise --ctx" if self._n_ctx else f"model was trained for {limit}; see --ctx"
+            most = f"context holds {limit}; raise --ctx" if self._n_ctx else f"model was trained for {limit}; set --ctx"
             raise ContextError(
                 f"the conversation and its answer have up to {n_conversation + n_answer} tokens, the {most}"
             )
@@ -204,7 +204,7 @@ class Reader:
         self._now.compress()
         cache = self._live().cache
         if self._keep is not None and cache is not None and (problem := cache.keep_problem(self.current)):
-            raise KvedgeError(f"its whole rows could not stay: {problem}")
+            raise KvedgeError(f"--keep had no effect: {problem}")
 
     def keep(self, plan: Plan) -> None:
         """Keeps everything that was read last, and continues with a plan, whose decode policy then applies.
@@ -239,7 +239,7 @@ class Reader:
 
     def _live(self) -> Driver:
         if self._driver is None:
-            raise KvedgeError("no room was made for a conversation yet")
+            raise KvedgeError("the reader has not read a conversation yet")
         return self._driver
 
 

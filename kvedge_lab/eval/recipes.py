@@ -53,7 +53,7 @@ _LOOKM = (
     ("lookm-weighted", "lookm", {"reducer": "weighted"}), "lookm",
 )  # fmt: skip
 _OTHERS = "the figures are those that MixKV's authors measured"
-_NONE = "no figures: the paper's tables are of other data, or not at hand"
+_NONE = "no figures: the paper has no table for this data"
 _NEEDS_HEADS = "sparsemm and mixkv-sparsemm need a profile of the model: kvedge calibrate heads"
 _BOTH = "the paper's ROUGE without compression is not 1: its reference is another text; compare the order of methods"
 

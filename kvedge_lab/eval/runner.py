@@ -124,10 +124,12 @@ def lacking(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> 
         if row is None:
             missing.add(cell.key)
         elif row["digest"] != sample.digest():
-            raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
+            raise UsageError(
+                f"sample {sample.id} differs from the sample of this name in the file; give --save another file"
+            )
         elif row["plan"] != cell.digest:
-            what = f"{cell.name} at {cell.plan.budget} was another plan, or had another profile,"
-            raise UsageError(f"{what} when it was measured before; save to another file")
+            what = f"the plan or profile of {cell.name} at {cell.plan.budget} differs from the file"
+            raise UsageError(f"{what}; give --save another file")
     return missing
 
 

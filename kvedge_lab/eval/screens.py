@@ -86,5 +86,5 @@ def _sides(given: Any, size: tuple[int, int], where: str) -> tuple[float, float,
         raise DatasetError(f"{where}: 'bbox' must be [left, top, width, height], not {given!r}")
     left, top, wide, high = given
     if not (wide > 0 and high > 0 and left < size[0] and top < size[1] and left + wide > 0 and top + high > 0):
-        raise DatasetError(f"{where}: the box {given} is not on its picture of {size[0]} x {size[1]} pixels")
+        raise DatasetError(f"{where}: the box {given} is not inside its picture of {size[0]} x {size[1]} pixels")
     return left, top, left + wide, top + high

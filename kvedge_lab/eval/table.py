@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 PER_TASK = "Score by task: percent of right answers, or ROUGE-L or CIDEr times 100."
 OVER_ALL = "Over all samples, with 95 % intervals of the difference to {base} on the same samples."
 
-TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next sample may turn round."
+TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and the figures are unreliable."
 
 
 @dataclass

@@ -91,7 +91,7 @@ def with_corpus(samples: list[Sample], where: str) -> list[Sample]:
     if not captioned:
         return samples
     if len(captioned) == 1:
-        raise DatasetError(f"{where}: cider compares pictures, and needs more than one")
+        raise DatasetError(f"{where}: the metric cider needs samples of more than one picture")
     corpus = Corpus(captioned)
     return [replace(one, corpus=corpus) if one.metric == "cider" else one for one in samples]
 
@@ -188,8 +188,8 @@ def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sa
         if task not in TASKS:
             raise unknown("task", task, TASKS)
     if not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
-        raise UsageError(f"--tasks {name}: questions that follow each other are all of {', '.join(SINGLE_TASKS)}, "
-                         f"or all of {', '.join(NEEDLE_TASKS)}")  # fmt: skip
+        raise UsageError(f"--tasks {name}: all questions must be from {', '.join(SINGLE_TASKS)}, or all from "
+        f"{', '.join(NEEDLE_TASKS)}")  # fmt: skip
     if tasks[0] in NEEDLE_TASKS:
         _check_images(name, images)
     of, out = f"{name}:{seed}:{images}:{part}".removesuffix(":"), []

@@ -113,7 +113,7 @@ def box(reference: str) -> tuple[float, float, float, float]:
     except ValueError:
         sides = []
     if len(sides) != 4 or not (sides[0] <= sides[2] and sides[1] <= sides[3]):
-        raise ValueError(f"{reference!r} is no box: left,top,right,bottom")
+        raise ValueError(f"{reference!r} is not a box; write left,top,right,bottom")
     left, top, right, bottom = sides
     return left, top, right, bottom
 

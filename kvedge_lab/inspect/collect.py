@@ -99,7 +99,7 @@ def collect(session: Session, prompt: str, pictures: list[Picture], plans: list[
     # with a budget below 1 the scorer gathers attention; `measure` runs before the compression
     everything, *others = (another(plan, "h2o", 0.5) for plan in plans)
     if any(other != everything for other in others):
-        raise UsageError("methods with different pruners read different tokens; inspect them one by one")
+        raise UsageError("methods with different pruners cannot be compared; inspect these methods one by one")
 
     def measure(cache: libkvedge.Cache, pieces: list[Piece]) -> None:
         found.append(_measure(session, cache, pieces, prompt, pictures))

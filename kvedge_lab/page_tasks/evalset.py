@@ -23,9 +23,9 @@ class PageSample:
 def draw_sample(rng: np.random.Generator, task: str, count: int, held_out: bool = True) -> PageSample:
     """Draws `count` pages and a question about one of them. Raises ValueError for an unknown task or a wrong count."""
     if task not in TASKS:
-        raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     if not (2 if task == "which-page" else 1) <= count <= MAX_PAGES:
-        raise ValueError(f"{task} cannot be asked about {count} pages")
+        raise ValueError(f"task {task} does not support {count} pages")
     while True:
         k = int(rng.integers(0, count))
         pages = tuple(draw_page(rng, held_out, KIND_OF.get(task, "") if n == k else "") for n in range(count))

@@ -170,7 +170,7 @@ def _font(name: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
             return ImageFont.truetype(place, size)
         except OSError:
             continue
-    raise UsageError("pages are drawn with the DejaVu fonts: apt install fonts-dejavu, or pip install matplotlib")
+    raise UsageError("drawing pages needs the DejaVu fonts: apt install fonts-dejavu, or pip install matplotlib")
 
 
 def _of_matplotlib(name: str) -> str:

@@ -58,9 +58,9 @@ def _calibrated(race: Race, reader: Reader, contexts: list[list[Sample]], path: 
         found = measure_curves(reader, setup, source, SAMPLES, kept, on_estimate, race.cancel)
         values = found.shares(setup, model.n_layer)
     except _TooLongError as error:
-        return f"budgets of heads would take {error}, too long for --minutes; methods go without"
+        return f"budgets of heads were not calibrated, because this would take {error}, too long for --minutes"
     except ProfileError as error:
-        return f"no budgets of heads: {error}"
+        return f"budgets of heads were not calibrated: {error}"
     finally:
         kept.close()
     made = {"command": "kvedge tune", "data": race.material.source}

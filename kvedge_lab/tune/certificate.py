@@ -46,15 +46,15 @@ def verdict(race: Race) -> Verdict:
     proof = race.figures(race.proving, race.finalists, len(race.finalists))
     seen = _seen(proof)
     if seen < LEAST_PROOF:
-        return Verdict(None, None, f"{seen} contexts are too few for an interval, {LEAST_PROOF} are needed; "
+        return Verdict(None, None, f"{seen} contexts are too few for an interval, which needs {LEAST_PROOF}; "
                        "give more --minutes" + (" or more pictures" if race.material.size else ""))  # fmt: skip
     found = choice.taken(race.finalists, proof, race.target, race.default)
     if found is not None:
         return Verdict(found, proof[found.key])
     best = choice.nearest(proof)
     near = f"; the nearest is {best.method} at {best.budget} with {_share(asdict(best))}" if best else ""
-    why = f"no plan was shown to keep {100 * race.target:g} % agreement{near}"
-    return Verdict(Cell(FULL, plan(FULL)), best, why + "; more --minutes narrow the intervals")
+    why = f"no plan was proven to keep {100 * race.target:g} % agreement{near}"
+    return Verdict(Cell(FULL, plan(FULL)), best, why + "; more --minutes make the intervals narrower")
 
 
 def made(race: Race, cell: Cell, proof: Figures, why: str, command: str) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def summary(says: dict[str, Any]) -> str:
     """Returns a few lines: what was chosen, from what, and how it was measured."""
     contexts = says["contexts"]
     line = tuned.of(says, Path("the certificate")).line()
-    return (f"{says['model']['name']}: {line}\n{contexts['choosing']} contexts chose, {contexts['proving']} others "
-            f"proved ({contexts['source']}); {says['made']['date']}, kvedge {says['made']['kvedge']}")  # fmt: skip
+    return (f"{says['model']['name']}: {line}\n{contexts['choosing']} contexts to choose, {contexts['proving']} others "
+        f"to prove ({contexts['source']}); {says['made']['date']}, kvedge {says['made']['kvedge']}")  # fmt: skip
 
 
 def models(found: Sequence[Mapping[str, Any]]) -> str:

@@ -79,7 +79,7 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     if not path.is_dir():
-        raise UsageError(f"--images {path} is no folder")
+        raise UsageError(f"--images {path} is not a folder; name a folder")
     order = np.random.default_rng(seed).permutation(len(files))
     good, broken = list[Path](), list[Path]()
     for i in order:
@@ -88,9 +88,9 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
         (good if _opens(files[int(i)]) else broken).append(files[int(i)])
     notes = []
     if broken:
-        notes.append(f"{len(broken)} pictures cannot be read and are left out: {_named(broken)}")
+        notes.append(f"{len(broken)} pictures are left out, because they cannot be read: {_named(broken)}")
     if len(good) == MOST:
-        notes.append(f"{len(files)} pictures in {path}: {MOST} of them are used, drawn with seed {seed}")
+        notes.append(f"{path} has {len(files)} pictures; {MOST} of them are used, chosen with seed {seed}")
     contexts, at = list[list[Sample]](), 0
     while at < len(good):
         n = len(contexts)
@@ -99,9 +99,10 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
         contexts.append(_context(f"folder-{n}", good[at : at + size], asked))
         at += size
     if len(contexts) < least:
-        why = f", as {notes[0]}" if broken else ""
+        why = f" ({notes[0]})" if broken else ""
         raise UsageError(
-            f"--images {path} has {len(good)} pictures{why}; {least * 3 // 2} are needed, fewer say nothing of others"
+            f"--images {path} has {len(good)} usable pictures{why}, but at least {least * 3 // 2} are needed; add "
+            f"pictures"
         )
     digest = hashlib.sha256("".join(f"{p.name} {p.stat().st_size}\n" for p in good).encode()).hexdigest()[:12]
     return Material(f"{len(good)} pictures of {path.name} ({digest}), seed {seed}", iter(contexts), tuple(notes),
@@ -112,7 +113,7 @@ def read_questions(path: Path) -> list[str]:
     """Reads questions from a file, one per line. Raises UsageError."""
     found = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not found:
-        raise UsageError(f"{path} holds no questions; one a line is expected")
+        raise UsageError(f"{path} has no questions; write one question per line")
     return found
 
 

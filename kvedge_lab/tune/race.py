@@ -114,11 +114,11 @@ class Race:
         """Returns why the answers are no basis for a choice, or ""."""
         found = telling(self.kept.rows, self.contexts)
         if found["sure"] < SURE:
-            return (f"sampled again, the full cache would say {100 * found['sure']:.0f} % of its own tokens: the model "
-                    "cannot tell what is in these pictures")  # fmt: skip
+            return (f"the model is unsure about these pictures: sampled again, it repeats only "
+            f"{100 * found['sure']:.0f} % of its tokens")  # fmt: skip
         if found["alike"] > ALIKE:
-            return (f"{100 * found['alike']:.0f} % of the pictures got the same answers from the full cache: the model "
-                    "cannot tell these pictures apart")  # fmt: skip
+            return (f"the model does not distinguish these pictures: {100 * found['alike']:.0f} % of them got the "
+            f"same answers from the full cache")  # fmt: skip
         return ""
 
     def _choose(self) -> bool:
