@@ -387,7 +387,7 @@ def test_bad_input(refused, tiny, tmp_path):
     refused(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
     refused(*llama, "--budget", "0.2,0.20").failed(2, "2 variants have the same name 'kvedge 0.2'")
     refused(*llama, "--tokens", "8,08").failed(2, "2 prompts have the same name '8 text'")
-    refused(*llama, *llama[1:]).failed(2, "there are 2 models called")
+    refused(*llama, *llama[1:]).failed(2, "2 models have the same name")
     refused(*llama, "--plot", "a.gif").failed(2, "--plot must end in")
     refused(*llama, "--plot", "nowhere/a.svg").failed(2, "the folder nowhere does not exist")
     (tmp_path / "t.md").mkdir()

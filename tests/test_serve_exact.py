@@ -112,7 +112,7 @@ def test_what_cannot_be_exact_is_refused(tiny, kvedge, schedulers):
         Scheduler(model, replace(LIMITS, exact=True), Park(None))
     plan = pykvedge.plan("h2o", 0.3, decode="heavy-hitter")
     end = ScheduledJob(schedulers[1], Request([Message("user", AGAIN)], plan, SECOND)).wait()
-    assert isinstance(end.error, UsageError) and "no --exact" in str(end.error)
+    assert isinstance(end.error, UsageError) and "omit --exact" in str(end.error)
     kvedge("serve", "--exact").failed(2, "--exact", "--keep")
     kvedge("serve", "--exact", "--keep", "ram", "--decode", "sliding").failed(2, "decode policy 'sliding'")
 
