@@ -391,7 +391,7 @@ def test_bad_input(refused, tiny, tmp_path):
     refused(*llama, "--plot", "a.gif").failed(2, "--plot must end in")
     refused(*llama, "--plot", "nowhere/a.svg").failed(2, "the folder nowhere does not exist")
     (tmp_path / "t.md").mkdir()
-    refused(*llama, "--output", tmp_path / "t.md").failed(2, "t.md is a folder; name a file in it")
+    refused(*llama, "--output", tmp_path / "t.md").failed(2, "t.md is a folder; name a file")
     refused(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
     refused("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")
 

@@ -228,6 +228,6 @@ def test_the_command_line(kvedge, tiny):
     chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json"]
     done = kvedge(*chat, "--method", "snapkv", "--critical", "l2", "--critical-half", "free", "Hello? " * 40)
     assert done.code == 0 and done.json["tokens"]["prompt"] > 40
-    assert "l1, after the best half of the budget" in kvedge("methods", "criticalkv").out
+    assert "l1, after the first half (budget)" in kvedge("methods", "criticalkv").out
     kvedge(*chat, "--method", "keydiff", "--critical", "l1", "Hello?").failed(2, "scorer 'keydiff'", "critical none")
     kvedge(*chat, "--critical", "l7", "--method", "snapkv", "Hello?").failed(2, "critical 'l7'")

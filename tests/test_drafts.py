@@ -322,4 +322,4 @@ def test_the_report():
         "acceptance": 0.5,
         "tokens_per_verification": 2.67,
     }
-    assert "5 of 10 drafted right" in report.line()
+    assert "5 of 10 draft tokens accepted" in report.line()

@@ -257,7 +257,7 @@ def test_contexts_that_turn_otherwise_than_their_model(native, tiny, of):
 def test_a_model_that_turns_queries_in_another_way_is_refused(kvedge, tiny):
     """Llama 4 scales the queries of its full-attention layers by position, which the scorer cannot reproduce."""
     model = tiny("llama4").model
-    with pytest.raises(UnsupportedError, match="layer 3 of this model"):
+    with pytest.raises(UnsupportedError, match="in layer 3 the model uses positions in a way that kvedge"):
         TinyContext(model, pykvedge.plan("expected", 0.5))
     done = kvedge("chat", "--model", model, "--mmproj", "none", "--method", "expected", "--threads", 1, "Hello?")
     done.failed(1, "scorer 'expected'", "layer 3")

@@ -132,7 +132,7 @@ def test_what_is_not_rotated_is_as_it_was(native, engine):
             for i, h in itertools.product(range(2), range(2)):
                 np.testing.assert_array_equal(found.k[i][h], stored_keys(round_to(p.k[i, h], "f16"), name))
                 np.testing.assert_array_equal(found.v[i][h], stored_values(round_to(p.v[i, h], "f16"), name))
-    with pytest.raises(ArrayError, match="multiples of 64"):
+    with pytest.raises(ArrayError, match="a multiple of 64"):
         pykvedge.compress(plan, *prompt(40, size=96).arguments, kv_type="q8_0", kv_rotate="on", engine=engine)
 
 
@@ -197,7 +197,7 @@ def test_rows_that_are_read_back_are_plain(context, kv_type):
 
 def test_what_cannot_be_rotated_is_refused(kvedge, native, tiny):
     narrow, plain = tiny("llama", head_size=32), tiny("llama")
-    with pytest.raises(UnsupportedError, match="multiples of 64"):
+    with pytest.raises(UnsupportedError, match="a multiple of 64"):
         say(narrow.session(kv_type="q8_0", kv_rotate="on"), WORDS)
     base = ("chat", *plain.arguments(), "--max-tokens", 2, "--kv-rotate")
     kvedge(*base, "on", "Hello").failed(1, "f16", "q8_0")

@@ -161,7 +161,7 @@ def test_a_budget_of_everything_is_quantised_all_the_same(native, engine, kv_typ
 @pytest.mark.parametrize("engine", ["native", "numpy"])
 def test_head_sizes_that_do_not_fit(native, engine):
     for kv_type in (*QUANTISED, "f16:q8_0"):
-        with pytest.raises(ArrayError, match="multiples of 32, not 48"):
+        with pytest.raises(ArrayError, match="a multiple of 32, not 48"):
             pykvedge.compress(pykvedge.plan("h2o"), *prompt(40, size=48).arguments, kv_type=kv_type, engine=engine)
 
 

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused(native, engine):
         (a, BOTH, r"needs a key-redundancy profile \(scorer 'mixkv'\)"),
         (b, BOTH, r"needs a visual-heads profile \(allocator 'heads'\)"),
         ([a, b, b], BOTH, "two profiles were given for scorer 'mixkv'"),
-        (a, MIXKV, "kind 'visual-heads' does not fit scorer 'mixkv'; make one with `kvedge calibrate heads --kind red"),
+        (a, MIXKV, "kind 'visual-heads' does not fit scorer 'mixkv'; make a profile with `kvedge calibrate heads"),
         (c, BOTH, "kind 'prefix' does not fit scorer 'mixkv' or allocator"),
         (c, SPARSEMM, "kind 'prefix' does not fit"),
         (b, SPARSEMM, "kind 'key-redundancy' does not fit allocator 'heads'"),

@@ -286,7 +286,7 @@ def test_a_choice_holds_for_the_next_answer_and_methods_say_what_they_do(page):
         name, _, words = one.get_attribute("textContent").partition(": ")
         assert words and presets.preset(name).summary.startswith(words)
     page.choose("method", "full")
-    assert "Keep every KV pair." in page.get("method-about").text
+    assert "All KV pairs." in page.get("method-about").text
     assert not page.get("budget").is_enabled()
     page.ask(QUESTION)
     assert "100 % of" in page.all(".assistant .foot")[-1].text

@@ -133,8 +133,8 @@ def test_files_of_keys(file, tmp_path):
         assert owner_of(wrong, keys) is None
     path = tmp_path / "other"
     for text, why in (("", "1 to"), ("# none\n", "1 to"), ("short", "line 1.*16 to 1024"), (f"\n{ANN} a b", "line 2"),
-                      (f"{ANN}\n{ANN}", "line 2.*before"), (f"{ANN} a\n{BOB} a", "line 2.*before"),
-                      (f"{ANN} a/b", "name"), ("é" * 20, "letters"), ("a" * 1025, "1024")):  # fmt: skip
+                      (f"{ANN}\n{ANN}", "line 2.*occurs twice"), (f"{ANN} a\n{BOB} a", "line 2.*occurs twice"),
+                      (f"{ANN} a/b", "name"), ("é" * 20, "printable ASCII"), ("a" * 1025, "1024")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(UsageError, match=why):
             read_keys(path)

@@ -203,7 +203,7 @@ def test_a_full_conversation_is_forked_saved_and_loaded_with_its_own_settings(ti
     with tiny("llama").session(pykvedge.plan("h2o"), n_ctx=n_ctx) as session:
         assert say(session, "Hello", sampling=full).finish == "context"
         assert session.engine.sequence.n_cells == n_ctx == session.engine.context.n_ctx
-        with session.fork() as other, pytest.raises(ContextError, match=f"only 0 of the context of {n_ctx}"):
+        with session.fork() as other, pytest.raises(ContextError, match=f"only 0 tokens of the context of {n_ctx}"):
             other.ask("More")
         session.save(tmp_path / "s.kvs")
         session.load(tmp_path / "s.kvs")
@@ -256,7 +256,7 @@ def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
     with model.session(kv_type="f32") as session:
         session.ask("Hello", sampling=SHORT)
         session.engine.context.clear()
-        with pytest.raises(UsageError, match="as f16:f16, this cache stores f32:f32"):
+        with pytest.raises(UsageError, match="as f16:f16, but this cache stores f32:f32"):
             session.engine.cache.load(name, fingerprint_of(file))
 
 
