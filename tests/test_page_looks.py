@@ -58,6 +58,7 @@ def test_the_examples_of_the_empty_page_are_answered_right(page):
         assert page.all(".user img") and page.get("heading").text == question
 
 
+@pytest.mark.whole
 def test_pictures_for_the_documentation_have_right_answers(driver, server, tmp_path):
     said = page_pictures.take(driver, server.url, tmp_path)
     assert said == {

@@ -125,6 +125,7 @@ def test_the_pin_moves_and_moves_back(clone, tmp_path):
     assert clone.git("status", "--porcelain") == ""
 
 
+@pytest.mark.whole
 def test_what_fails_is_shown_and_can_be_mended(clone, tmp_path):
     new = sdist(tmp_path / "cache", NEW, {"src/b.cpp": SOURCE.replace("line 10\n", "line X\n")})
     report = clone.pin(new, "--write", code=1)

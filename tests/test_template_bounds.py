@@ -34,7 +34,7 @@ HOSTILE = {
     "a large template": "a" * (MOST_SOURCE + 1),
     "digits": "{{ " + "9" * 100_000 + " }}",
 }
-LIKE_OTHERS = ("a long list", "a long text, bit by bit", "a wide margin", "a loop that calls itself", "lists")
+LIKE_OTHERS = ("a long list", "a long text, bit by bit", "a wide margin", "a loop that calls itself", "lists", "digits")
 USER = [Message("user", "Hello")]
 
 
