@@ -202,8 +202,8 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
     }
     job.locks[tile.head].lock();
     for (size_t i = 0; i < column::count; i++) {
-        double * to = seen.of[i].data() + (size_t) tile.head * (size_t) seen.capacity;
-        for (int32_t c = 0; c < n && summed(seen.of[i]); c++) {
+        double * to = summed(seen.of[i]) ? seen.of[i].data() + (size_t) tile.head * (size_t) seen.capacity : nullptr;
+        for (int32_t c = 0; c < n && to; c++) {
             to[c] += (double) x.columns[i][pending + c];
         }
     }
