@@ -331,15 +331,15 @@ class Sequence(SequenceEnd):
         if cache is None:  # llama.cpp allocates cells for the whole context at once
             n = self._driver.model.kv_bytes_per_token(kv_type.plain.bytes_per_value) * self._driver.context.n_made
             return Kv(n, n, n)
-        stats, held = cache.stats(self.number), self.pairs_held()
+        stats, held, kept = cache.stats(self.number), self.pairs_held(), self.row_bytes()
         # a prompt within the budget is not compressed: stats then show an older compression
         compressed = stats.n_compressions > self._n_compressions
         # on a device the size before the compression also counts masks, queries and room for new tokens
         before = stats.before_bytes if compressed and not stats.device_bytes else 0
         n_tokens = self.n_cells if stats.whole_bytes else stats.n_tokens  # whole rows do not have dropped turns
         kv = Kv(
-            max(before, self.row_bytes(), self.plain_bytes(n_tokens)),
-            self.row_bytes(),
+            max(before, kept, self.plain_bytes(n_tokens)),
+            kept,
             self.peak_bytes(),
             self.per_layer(),
             self.compressed_tokens,
@@ -368,10 +368,6 @@ class Sequence(SequenceEnd):
         element = kv_type.held_bytes_per_value(round(held - pending))
         of_head = self._driver.model.pair_width * (pending * kv_type.plain.bytes_per_value + (held - pending) * element)
         return round(of_head * stats.n_layers * stats.n_heads_kv)
-
-    def uncompressed_bytes(self) -> int:
-        """Returns the bytes of all tokens ever read, uncompressed and not quantised."""
-        return self.plain_bytes(self._own_cache().stats(self.number).n_tokens)
 
     def plain_bytes(self, n_tokens: int) -> int:
         """Returns the bytes of all rows of n_tokens tokens, not quantised."""

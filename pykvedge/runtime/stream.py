@@ -111,7 +111,7 @@ class Pace:
     def measure(self, plan: Plan) -> tuple[Kv, Stream]:
         cache, model, sequence = self._cache, self._driver.model, self._sequence
         stats, sequence.measured_pairs = cache.stats(), sequence.pairs_held()
-        full, layers = max(sequence.uncompressed_bytes(), stats.bytes), sequence.per_layer()
+        full, layers = max(sequence.plain_bytes(stats.n_tokens), stats.bytes), sequence.per_layer()
         kv = Kv(full, stats.bytes, stats.peak_bytes, layers, stats.n_tokens, round(sequence.measured_pairs))
         now = Stream(plan.budget.pairs or 0, stats.n_tokens, stats.n_compressions, stats.bytes, full, sequence.n_past)
         now.trained = self._settings.most_positions(model.n_ctx_train)
