@@ -27,16 +27,21 @@ class Run:
 
     @property
     def refused(self) -> bool:
-        """Returns whether the run printed one error line and nothing else."""
+        """Returns whether the run printed one error line and nothing else, or behind a whole answer with its report."""
         lines = self.err.splitlines()
-        return self.code in (1, 2) and not self.out and len(lines) == 1 and lines[0].startswith("kvedge: error: ")
+        whole = bool(self.out) and len(lines) == 2 and lines.pop(0).startswith("prompt ")
+        failed = self.code in (1, 2) and len(lines) == 1 and lines[0].startswith("kvedge: error: ")
+        return failed and (whole or not self.out)
 
 
-def run(limit: int, arguments: Sequence[str] = PICTURE, environment: dict[str, str] | None = None) -> Run:
-    """Runs `kvedge chat` with `limit` bytes of address space."""
+def run(
+    limit: int, arguments: Sequence[str] = PICTURE, environment: dict[str, str] | None = None, stack: int = 8 << 20
+) -> Run:
+    """Runs `kvedge chat` with `limit` bytes of address space, of which each thread takes `stack`."""
     import resource
 
     def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -55,6 +60,16 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits 
 def test_too_little_address_space_is_one_line(environment, native, megabytes):
     """Limits where ggml would assert (from 280 MB), between two checks (400), and just before the answer."""
     ended = run(megabytes * 10**6, environment=environment)
+    assert ended.answered or ended.refused, ended
+    assert ended.answered or "memory" in ended.err, ended
+
+
+@linux
+@pytest.mark.parametrize("gigabytes", [1, 2, 3, 5])
+def test_a_refused_thread_is_one_line(environment, native, gigabytes):
+    """Each thread takes `gigabytes` of 6 GB for its stack, so one of Python's or of ggml's first threads is refused."""
+    environment = {**environment, "OPENBLAS_NUM_THREADS": "1"}  # NumPy would need a thread, too
+    ended = run(6 * 10**9, (*PICTURE, "--threads", "2"), environment, gigabytes * 10**9)
     assert ended.answered or ended.refused, ended
     assert ended.answered or "memory" in ended.err, ended
 

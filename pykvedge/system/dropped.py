@@ -42,8 +42,9 @@ class _Freeing:
         """
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, daemon=True, name="kvedge-free")
-                self._thread.start()
+                thread = threading.Thread(target=self._run, daemon=True, name="kvedge-free")
+                thread.start()  # fails at the system's limit of threads
+                self._thread = thread
         reference = weakref.ref(owner, self._gone.put)
         self._frees[id(reference)] = reference, free, at_end
         return reference
