@@ -17,7 +17,8 @@ from limits import of_child
 from waits import until
 
 import pykvedge
-from kvedge_lab.bench import machine, plot, table, timeline
+from kvedge_lab import progress
+from kvedge_lab.bench import machine, plot, runner, table, timeline
 from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from kvedge_lab.bench.measure import Repetition, make_prompt
 from kvedge_lab.bench.runner import Group, Outcome, run
@@ -267,7 +268,7 @@ def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and b"<svg" in (tmp_path / "p.html").read_bytes()
     rows = done.json["rows"]
     assert [(r["prompt"], r["variant"]) for r in rows] == [
-        (p, v) for p in ("64 text", "64 text + 1 images") for v in ("stock", "full", "snapkv 0.2")
+        (p, v) for p in ("64 text", "64 text + 1 image") for v in ("stock", "full", "snapkv 0.2")
     ]
     assert done.json["machine"]["threads"] == THREADS and done.json["machine"]["cpu"]
     header, *raw = [json.loads(line) for line in save.read_text().splitlines()]
@@ -363,6 +364,34 @@ def test_cancelling_before_the_start(tiny, native):
     assert out.interrupted and table.rows(out) == []
 
 
+def test_prompts_that_no_memory_holds_are_left_out_before_they_are_made(tiny, native, monkeypatch):
+    """The text and the pictures of a prompt are made only if a variant can hold them."""
+    made, llava = [], tiny("llava")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(runner, "make_prompt", lambda *given, **_: made.append(given[2].name) or 1 / 0)
+    shapes, out = [Shape(99_999_999), Shape(8, 99_999_999), Shape(8, 20_000, 336, 336)], Outcome()
+    run(Matrix([ModelFiles(llava.model, llava.mmproj)], shapes, [], threads=THREADS), JsonLines(None), out)
+    assert not made and not out.groups and len(out.left_out) == 3
+    for line, shape in zip(out.left_out, shapes, strict=True):
+        assert f"{shape.name} left out: not enough memory: " in line and "use fewer --tokens or --images" in line
+    with pytest.raises(ZeroDivisionError):
+        run(Matrix([ModelFiles(llava.model, llava.mmproj)], [Shape(8, 2)], [], threads=THREADS), JsonLines(None), out)
+    assert made == ["8 text + 2 images"]
+
+
+def test_a_long_repetition_says_what_it_does(tiny, native, monkeypatch, capsys):
+    """Each piece of a prompt that is made, and each pass that is read, may be told."""
+    monkeypatch.setattr(progress, "FILE_S", 0.0)
+    out, matrix = Outcome(), Matrix([ModelFiles(tiny("llama").model)], [Shape(1500)], [], repeat=1, generate=600)
+    run(matrix, JsonLines(None), out, Steps(enabled=True, steps=matrix.steps))
+    told = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert "1500 text: making the prompt" in told
+    assert [what for what in told if what.startswith("reading the prompt, ") and what[20] not in "01"]
+    assert [what for what in told if what.startswith("generating, ")][-3:] == [
+        "generating, 0 %", "generating, 43 %", "generating, 85 %",
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(os.name != "posix", reason="resource limits")
 def test_a_disk_that_fills_up_keeps_whole_lines(kvedge, tiny, native, tmp_path):
     save, limit = tmp_path / "raw.jsonl", 4000
@@ -381,6 +410,9 @@ def test_bad_input(refused, tiny, tmp_path):
     llama = ["bench", *tiny("llama").arguments()]
     refused(*llama, "--method", "lokm").failed(2, "did you mean 'lookm'")
     refused(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
+    refused(*llama, "--tokens", "999999999,8", "--images", "999999999", "--mmproj", "none.gguf").failed(
+        2, "a prompt of 999999999 text + 999999999 images is too long; use fewer --tokens or --images"
+    )
     refused(*llama, "--images", "1").failed(2, "--mmproj")
     refused(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
     refused(*llama, "--kv-type", "f61").failed(2, "unknown kv_type 'f61'")
@@ -392,7 +424,7 @@ def test_bad_input(refused, tiny, tmp_path):
     refused(*llama, "--plot", "nowhere/a.svg").failed(2, "the folder nowhere does not exist")
     (tmp_path / "t.md").mkdir()
     refused(*llama, "--output", tmp_path / "t.md").failed(2, "t.md is a folder; name a file")
-    refused(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
+    refused(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 model and 2 image encoders")
     refused("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pykvedge.models.offload import Offload
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.settings import Keep
+from pykvedge.system.shown import counted
 
 STOCK = "stock"
 
@@ -37,7 +38,12 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.text_tokens} text" + (f" + {self.images} images" if self.images else "")
+        return f"{self.text_tokens} text" + (f" + {counted(self.images, 'image')}" if self.images else "")
+
+    @property
+    def assumed_tokens(self) -> int:
+        """The number of tokens, if each image has 1024; the encoder knows how many."""
+        return self.text_tokens + 1024 * self.images
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvedge_lab.demo_tasks.scenes import draw_scene, render
 from pykvedge.errors import UsageError
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.images import Picture
-from pykvedge.models.model import Model
+from pykvedge.models.model import Model, Progress, silent
 from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.runtime import opening
@@ -34,6 +34,7 @@ from pykvedge.system import memory
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
 WARM_UP_TOKENS = 64
+LOOK_AFTER = 256  # generated tokens between two reports of progress
 NAME = "bench"  # the model's name in a snapshot that is restored at once
 
 
@@ -81,12 +82,12 @@ def make_prompt(
 ) -> Prompt:
     """Makes random text (time and memory do not depend on it) and drawn scenes, and encodes the scenes.
 
-    look: called during the encoding, with the finished share of the image; it may raise. stock: encodes each image
-    before `vision`; without `stock`, the time of `vision` counts for both. later: tokens of a later message.
+    look: called at intervals, during the encoding with the finished share of the image; it may raise. stock: encodes
+    each image before `vision`; without `stock`, the time of `vision` counts for both. later: tokens of a later message.
     Raises ImageError.
     """
     rng = np.random.default_rng(0)
-    text = _random_tokens(model, rng, shape.text_tokens + generate + later)
+    text = _random_tokens(model, rng, shape.text_tokens + generate + later, look)
     before, after = text[: shape.text_tokens // 2], text[shape.text_tokens // 2 : shape.text_tokens]
     pieces: list[Piece] = [TextPiece(before)] if before else []
     spent = stock_spent = 0.0
@@ -114,12 +115,13 @@ def make_prompt(
     return Prompt(shape, pieces, then, last, spent, stock_spent if stock is not None else spent)
 
 
-def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
+def _random_tokens(model: Model, rng: np.random.Generator, n: int, look: Callable[[float], None]) -> list[int]:
     low, out = model.n_vocab // 3, list[int]()
     while len(out) < n:
-        token = int(rng.integers(low, model.n_vocab))
-        if model.piece(token) and not model.is_end(token):
-            out.append(token)
+        look(len(out) / n)
+        for token in rng.integers(low, model.n_vocab, min(n - len(out), 1 << 12)).tolist():
+            if model.piece(token) and not model.is_end(token):
+                out.append(token)
     return out
 
 
@@ -166,13 +168,14 @@ class Repetition:
 
 @dataclass
 class Loaded:
-    """The data that all repetitions with a model share."""
+    """The data that all repetitions with a model share. look: called during a repetition with work and share."""
 
     model: Model
     vision: Vision | None
     threads: int
     cancel: threading.Event
     energy: Energy = field(default_factory=Energy)
+    look: Progress = silent
 
     def release(self, prompt: Prompt) -> None:
         """Frees the images of a prompt."""
@@ -192,7 +195,7 @@ def repetition(of: Loaded, prompt: Prompt, variant: Variant) -> Repetition:
         with _driver(of, prompt, variant, variant.keep) as driver:
             others = OtherPrograms()
             with _uncollected():
-                out = _timed(driver, prompt, of.energy, of.cancel)
+                out = _timed(driver, prompt, of)
             out.prune_s, out.tokens = prune_s, prompt.n_tokens
             out.others_s, out.wall_s = others.taken()
             # the meter looks every 10 ms, and may miss the last reading
@@ -266,11 +269,11 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Event) -> Repetition:
-    context, cache, sequence = driver.context, driver.cache, Sequence(driver)
+def _timed(driver: Driver, prompt: Prompt, of: Loaded) -> Repetition:
+    context, cache, sequence, energy, cancel = driver.context, driver.cache, Sequence(driver), of.energy, of.cancel
     energy.start()
     began = time.perf_counter()
-    sequence.read(prompt.pieces, cancel=cancel)
+    sequence.read(prompt.pieces, of.look, cancel)
     context.logits()  # waits for the device
     read = time.perf_counter()
     pending = cache.stats() if cache is not None else None
@@ -285,8 +288,10 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
         out.device_rows = cache.rows_on_devices(pending.n_pending) if pending is not None else 0
     out.rss_after_bytes = memory.rss_bytes()
     energy.start()
-    for token in prompt.then:
+    for n, token in enumerate(prompt.then):
         stop_if_set(cancel)
+        if n % LOOK_AFTER == 0:
+            of.look("generating", n / len(prompt.then))
         started = time.perf_counter()
         sequence.extend(token)
         context.logits()

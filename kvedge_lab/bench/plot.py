@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from kvedge_lab import drawing
 from kvedge_lab.bench.table import STEPS, Row, Spread, by_prompt
 from pykvedge.errors import KvedgeError
+from pykvedge.system.shown import counted
 
 INK = "#202124"  # of spreads and marks
 BAR, HEAD = 0.15, 0.35  # inches of a bar with its gap, and of a chart's title and axis
@@ -117,7 +118,7 @@ def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None
                 for axis in line[len(block) :]:
                     axis.remove()
         few, many = min(row.rounds for row in rows), max(row.rounds for row in rows)
-        said = f"Medians of {few if few == many else f'{few} to {many}'} rounds, whiskers: quartiles. "
+        said = f"Medians of {f'{few} to ' * (few != many)}{counted(many, 'round')}, whiskers: quartiles. "
         said += "Lines: the limit of tokens/s from the memory speed; the peak of KV memory."
         said += " ?: other programs used the processors during the measurement." * any(row.disturbed for row in rows)
         drawing.caption(axes[0, 0].figure, said)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,14 @@ from kvedge_lab.bench.measure import Loaded, Prompt, Repetition, again, figures,
 from kvedge_lab.bench.timeline import Trace, trace
 from kvedge_lab.jsonlines import JsonLines
 from kvedge_lab.progress import Steps
-from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.errors import ContextError, ImageError, KvedgeError, OutOfMemoryError, UsageError
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
 from pykvedge.native import llamacpp
+from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+from pykvedge.runtime.llama_context import ContextSize, check_memory
 from pykvedge.system import memory
 
 
@@ -114,18 +115,17 @@ class _Bench:
                 if not vision.encoder.on_device:
                     stock = Encoder(files.mmproj, model, self.threads, on_gpu, False, packed=False)
                     held.callback(stock.close)
-            loaded = Loaded(model, vision, self.threads, self.cancel)
+            loaded = Loaded(model, vision, self.threads, self.cancel, look=self._look)
             for shape in self.matrix.shapes:
                 self._prompt(files.name, loaded, stock, shape)
 
     def _prompt(self, model: str, loaded: Loaded, stock: Encoder | None, shape: Shape) -> None:
         name, variants = f"{model}, {shape.name}", [Variant(STOCK), *self.matrix.variants]
         stop_if_set(self.cancel)
-        if shape.images:
-            self.display.step(f"{name}: encoding images", 0)
         try:
+            self._check_room(loaded.model, shape)
             prompt = self._made(loaded, shape, stock, self.matrix.later)
-        except ImageError as error:
+        except (ImageError, OutOfMemoryError) as error:
             self._leave_out(f"{name} left out: {error}", len(variants) * (self.matrix.repeat + 1))
             return
         group = Group(model, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s, prompt.stock_encode_s,
@@ -146,8 +146,23 @@ class _Bench:
             self.display.step(f"{name}: memory of {variant.label}", 0)
             self.out.traces.append(self._watched(name, loaded, shape, variant))
 
+    def _check_room(self, model: Model, shape: Shape) -> None:
+        """Raises OutOfMemoryError for a prompt that no variant can hold, if each image is one token."""
+        n, more = shape.text_tokens + shape.images, self.matrix.generate + self.matrix.later
+        types = (KvType.parse(one.kv_type) for one in self.matrix.variants)
+        smallest = min(types, key=lambda one: one.plain.bytes_per_value, default="f16")
+        advice = "use fewer --tokens or --images,"
+        check_memory(model, ContextSize(n + more + 1, kv_type=smallest, prompt_tokens=n), self.threads, False, advice)
+        pictures = 3 * shape.width * shape.height * shape.images
+        memory.require(pictures, f"a prompt of {shape.name}", f"{advice} or close other programs")
+
     def _made(self, loaded: Loaded, shape: Shape, stock: Encoder | None = None, later: int = 0) -> Prompt:
-        look = partial(stop_if_set, self.cancel)
+        what = "encoding images" if shape.images else "making the prompt"
+
+        def look(_: float) -> None:
+            stop_if_set(self.cancel)
+            self.display.step(f"{shape.name}: {what}", 0)
+
         return make_prompt(loaded.model, loaded.vision, shape, self.matrix.generate, look, stock, later)
 
     def _watched(self, name: str, loaded: Loaded, shape: Shape, variant: Variant) -> Trace:
@@ -198,6 +213,9 @@ class _Bench:
             last += 1
             self.display.skip(-n_variants)
             yield last, 1
+
+    def _look(self, what: str, share: float) -> None:
+        self.display.step(f"{what}, {100 * share:.0f} %", 0)
 
     def _leave_out(self, text: str, steps: int) -> None:
         self.out.left_out.append(text)

@@ -15,6 +15,7 @@ from kvedge_lab.bench.measure import Repetition
 from kvedge_lab.bench.runner import Group, Outcome
 from pykvedge.cli.tables import folded, wrapped
 from pykvedge.system.memory import readable
+from pykvedge.system.shown import counted
 
 Spread = tuple[float, float]
 SPARE = 0.1  # share of the processors that an idle system takes at times
@@ -282,7 +283,8 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     columns |= {"J/token": lambda r: f"{r.decode_j_token or 0:.2f}"} if energy else {}
     for (model, prompt), mine in by_prompt(made).items():
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
-        title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
+        title = f"**{model}**: a prompt of {counted(mine[0].tokens, 'token')} ({prompt}{images}), "
+        title += counted(mine[0].rounds, 'round')
         parts += [wrapped(title), _table(columns, mine)]
         if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
             parts.append(_table(DEVICE_COLUMNS, mine))
@@ -293,7 +295,7 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     about = outcome.machine
     told = "" if energy else " The energy used is not available on this system."
     n = about.get("threads", 0)
-    parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
+    parts.append(f"{about.get('cpu', '')}, {counted(n, 'thread')}.{told}")
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]
     notes = [*NOTES, *([DEVICES] if any(row.device_compressed is not None for row in made) else [])]
     notes += [WAITS] if any(row.image_tokens for row in made) else []

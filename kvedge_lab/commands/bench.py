@@ -23,6 +23,7 @@ from pykvedge.errors import UsageError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.reference.kvtypes import KEEP_TYPES, KvType
+from pykvedge.system.shown import counted
 
 if TYPE_CHECKING:
     from kvedge_lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
@@ -149,6 +150,7 @@ def _print(outcome: Any, given: dict[str, Any]) -> None:
 
 def _matrix(given: dict[str, Any]) -> Matrix:
     from kvedge_lab.bench.matrix import Matrix
+    from pykvedge.runtime.settings import MAX_CTX
 
     usual = QUICK if given["quick"] else DEFAULTS
     chosen = {name: usual[name] if given[name] is None else given[name] for name in usual}
@@ -159,6 +161,9 @@ def _matrix(given: dict[str, Any]) -> Matrix:
     if any(shape.images for shape in shapes) and not all(files.mmproj for files in models):
         raise UsageError("prompts with images need --mmproj for every --model; pass --mmproj, or --images 0")
     variants = _variants(given, str(chosen["budgets"]))
+    largest = max(shapes, key=lambda shape: shape.assumed_tokens)
+    if largest.assumed_tokens >= MAX_CTX:
+        raise UsageError(f"a prompt of {largest.name} is too long; use fewer --tokens or --images")
     _check_names("models", (files.name for files in models))
     _check_names("prompts", (shape.name for shape in shapes))
     _check_names("variants", (variant.label for variant in variants))
@@ -170,7 +175,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         FILL_S if given["repeat"] is None else 0.0,
         chosen["generate"],
         given["threads"] or 0,
-        options.offload(given, max(shape.text_tokens + 1024 * shape.images for shape in shapes)),
+        options.offload(given, largest.assumed_tokens),
         again=given["again"],
         timeline=given["memory_plot"] is not None,
         device_peak=given["device_peak"],
@@ -195,8 +200,8 @@ def _models(given: dict[str, Any]) -> list[ModelFiles]:
         return [ModelFiles(*model_files({"model": None, "mmproj": mmprojs[0] if mmprojs else None}))]
     if len(mmprojs) not in (0, len(models)):
         raise UsageError(
-            f"{len(models)} models and {len(mmprojs)} image encoders were given; pass one --mmproj for "
-            f"each model, or none"
+            f"{counted(len(models), 'model')} and {counted(len(mmprojs), 'image encoder')} were given; pass "
+            "one --mmproj for each model, or none"
         )
     pairs = zip(models, mmprojs or [None] * len(models), strict=True)
     files = [ModelFiles(*model_files({**given, "model": m, "mmproj": p})) for m, p in pairs]

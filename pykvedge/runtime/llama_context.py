@@ -20,6 +20,7 @@ from pykvedge.native.calls import CallbackErrors
 from pykvedge.reference.kvtypes import KvType, ggml_types
 from pykvedge.runtime.bounded_batch import OnePass, image_positions
 from pykvedge.system import memory
+from pykvedge.system.shown import counted
 
 N_BATCH = 2048
 N_UBATCH = 512
@@ -41,10 +42,13 @@ class ContextSize:
     n_outputs: int = 0  # most tokens of one pass with logits; at least n_seq
 
 
-def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: bool) -> None:
+def check_memory(
+    model: Model, size: ContextSize, threads: int, whole_cache: bool, advice: str = "lower --ctx"
+) -> None:
     """Raises OutOfMemoryError if a context of this size will not fit.
 
     whole_cache: llama.cpp allocates the KV cache for n_ctx tokens at once. False: the cache grows with its tokens.
+    advice: what the user can do, for the message.
     """
     try:
         shape = ModelShape.of(model.header)
@@ -54,8 +58,9 @@ def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: boo
     tokens = size.n_ctx if whole_cache else min((size.peak_tokens or size.prompt_tokens) + 1, size.n_ctx)
     cache = tokens * shape.kv_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
     compute = shape.compute(n_ubatch, whole_cache) + mask_bytes(size.n_ctx, n_ubatch) + CELL * size.n_ctx
-    what = f"a context of {size.n_ctx} tokens with a prompt of {size.prompt_tokens}"
-    memory.require(cache + compute + memory.addresses_to_compute(threads), what, "lower --ctx or close other programs")
+    what = f"a context of {counted(size.n_ctx, 'token')} with a prompt of {size.prompt_tokens}"
+    needed = cache + compute + memory.addresses_to_compute(threads)
+    memory.require(needed, what, f"{advice} or close other programs")
 
 
 class SequenceEnd:
@@ -135,7 +140,7 @@ class Context:
         if not self.handle:
             why = llamacpp.reason(lines, "llama.cpp does not say why")
             kind = OutOfMemoryError if "alloc" in why or "memory" in why else KvedgeError
-            raise kind(f"a context of {size.n_ctx} tokens cannot be created: {why}; lower --ctx")
+            raise kind(f"a context of {counted(size.n_ctx, 'token')} cannot be created: {why}; lower --ctx")
         self._begin()
         self.n_ctx = min(self.n_ctx, size.n_ctx)
 
@@ -315,7 +320,7 @@ class Context:
         if status == 0:
             return
         if status == 1:
-            raise ContextError(f"the context of {self.n_ctx} tokens is full; raise --ctx")
+            raise ContextError(f"the context of {counted(self.n_ctx, 'token')} is full; raise --ctx")
         if status == 2:
             raise CancelledError
         why = llamacpp.reason(lines, f"status {status}")

@@ -1,9 +1,14 @@
-"""HTML of objects for notebooks."""
+"""Values as people read them: numbers with their nouns, and HTML of objects for notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+
+
+def counted(n: int, noun: str) -> str:
+    """Returns a number with its noun, for example 1 token or 2 tokens."""
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def table(title: str, rows: Mapping[str, object]) -> str:
