@@ -6,26 +6,45 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import SaveError, UsageError
+from pykvedge.runtime.sessionlock import IN_USE, try_lock
 
 
 class JsonLines:
     """Adds lines to a file. Each line is written before `add` returns, so a killed program loses none.
 
-    Without a path nothing is stored.
+    Without a path nothing is stored. A lock keeps other programs from writing to the file.
     """
 
-    def __init__(self, path: Path | None, good: int = 0) -> None:
-        """good: bytes of the file to keep; the rest is an incomplete last line. Raises SaveError."""
-        self._path, self._good = path or Path(os.devnull), good
+    def __init__(self, path: Path | None, good: int | None = 0) -> None:
+        """good: as in `keep`; None: nothing is removed yet. Raises SaveError, also if another program has the file."""
+        self._path, self._good = path or Path(os.devnull), good or 0
         try:
-            self._file = self._path.open("r+b" if self._path.is_file() else "wb", buffering=0)
-            self._file.seek(good)
+            stream = self._path.exists() and not self._path.is_file()  # a pipe or a device
+            self._file = _opened(self._path, "wb" if stream else "r+b")
+        except OSError as error:
+            raise self._error(error) from None
+        if not stream:
+            self._lock()
+        if good is not None:
+            self.keep(good)
+
+    def read(self) -> bytes:
+        """Returns the whole file. Raises OSError."""
+        self._file.seek(0)
+        return self._file.readall()
+
+    def keep(self, good: int) -> None:
+        """Keeps the first `good` bytes of the file; the rest is an incomplete last line. Raises SaveError."""
+        self._good = good
+        try:
             self._cut()
         except OSError as error:
+            self.close()
             raise self._error(error) from None
 
     def add(self, line: dict[str, Any]) -> None:
@@ -59,10 +78,27 @@ class JsonLines:
     def _cut(self) -> None:
         if self._file.seekable() and self._path.is_file():
             self._file.truncate(self._good)
+            self._file.seek(self._good)
+
+    def _lock(self) -> None:
+        try:
+            try_lock(self._file.fileno())
+        except OSError as error:
+            if error.errno not in IN_USE:
+                return  # the file system has no locks
+            self.close()
+            raise SaveError(
+                f"{self._path} is in use by another kvedge; wait until the other kvedge ends, or save to another file"
+            ) from None
 
     def _error(self, error: OSError) -> SaveError:
         kept = "; earlier results are in this file" if self._good else ""
         return SaveError(f"{self._path} cannot be written: {error.strerror or error}{kept}")
+
+
+def _opened(path: Path, mode: str) -> FileIO:
+    """Opens a file, and makes a missing one without emptying a file that another program makes at this moment."""
+    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
 
 
 class Results:
@@ -85,18 +121,25 @@ class Results:
         SaveError if the file cannot be written.
         """
         first, good = {self.KIND: self.VERSION, **header}, 0
-        if path is not None and path.is_file() and path.stat().st_size:
-            if not resume:
-                raise UsageError(f"{path} exists; add --resume to continue with this file, or give --save another file")
-            good = self._go_on(path, first)
-        self._file = JsonLines(path, good)
+        self._file = JsonLines(path, None)
+        try:
+            if path is not None and path.is_file() and path.stat().st_size:
+                if not resume:
+                    raise UsageError(
+                        f"{path} exists; add --resume to continue with this file, or give --save another file"
+                    )
+                good = self._go_on(path, first)
+        except UsageError:
+            self._file.close()
+            raise
+        self._file.keep(good)
         if not good:
             self._file.add(first)
 
     def _go_on(self, path: Path, header: dict[str, Any]) -> int:
         """Reads the results of a file, without an incomplete last line. Returns the bytes of the complete lines."""
         try:
-            lines = path.read_bytes().split(b"\n")[:-1]
+            lines = self._file.read().split(b"\n")[:-1]
             first, *rows = [json.loads(line) for line in lines]
             version = first[self.KIND]
             names = [name for name in dict.fromkeys((*header, *first)) if name not in self.FREE]

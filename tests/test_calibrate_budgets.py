@@ -1,7 +1,9 @@
 """kvedge calibrate budgets: the exchange against plain loops, the curves of a model, runs that were stopped."""
 
 import itertools
+import shutil
 import threading
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +15,12 @@ from conftest import DEMO
 import pykvedge
 from kvedge_lab.calibrate.budgets import CurveFile, Curves, measure_curves, setup_for
 from kvedge_lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
-from kvedge_lab.calibrate.samples import SEED, Labelled, scenes
+from kvedge_lab.calibrate.samples import SEED, Labelled, read_jsonl, scenes
 from kvedge_lab.eval import metrics
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION
 from kvedge_lab.eval.reader import Reader
-from pykvedge import CancelledError, KvedgeError, ProfileError, Settings, UsageError
+from pykvedge import CancelledError, KvedgeError, ProfileError, SaveError, Settings, UsageError
+from pykvedge.models.profiles import hash_of
 from pykvedge.models.vision import Vision
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
@@ -212,7 +215,8 @@ def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
             cancel.set()
 
     def run(kept, cancel=None):
-        return measure_curves(demo, setup, scenes("head-budgets"), 2, kept, lambda runs, s: step, cancel)
+        with closing(kept):
+            return measure_curves(demo, setup, scenes("head-budgets"), 2, kept, lambda runs, s: step, cancel)
 
     with pytest.raises(CancelledError):
         run(CurveFile(path, header, 2), cancel)
@@ -236,6 +240,7 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
         CurveFile(path, header, 2)
     read = CurveFile(path, header, 2, resume=True)
     assert read.heads == {0: {(0, 1): [0.5, 0.25]}} and read.baselines == {0: 0.125}
+    read.close()
     other = setup_for("window", 0.1, 3, (0.1,)).header(DEMO.model, "scenes")
     narrow = setup_for("window", 0.1, 2, (0.1,), settings={"scorer.window": 8}).header(DEMO.model, "scenes")
     for changed, says in (
@@ -253,6 +258,34 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
         with pytest.raises(UsageError, match="does not contain losses"):
             CurveFile(path, header, 2, resume=True)
         assert path.read_bytes() == damaged
+
+
+def test_two_programs_do_not_write_to_one_file(tmp_path):
+    header, path = setup_for("window", 0.1, 2, (0.1,)).header(DEMO.model, "scenes"), tmp_path / "losses.jsonl"
+    kept = CurveFile(path, header, 2)
+    kept.add(0, (0, 1), [0.5, 0.25])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for name in (path, tmp_path / "link.jsonl"):
+        with pytest.raises(SaveError, match="in use by another kvedge; wait until the other kvedge ends"):
+            CurveFile(name, header, 2, resume=True)
+    kept.add(0, (0, 2), [0.25, 0.5])
+    kept.close()
+    with closing(CurveFile(path, header, 2, resume=True)) as read:
+        assert read.heads == {0: {(0, 1): [0.5, 0.25], (0, 2): [0.25, 0.5]}}
+
+
+def test_losses_belong_to_the_pictures_and_the_encoder(tmp_path, picture_file):
+    """Only the pixels of a picture count: a copy under the same name is the same picture."""
+    setup, data, picture = setup_for("window", 0.1, 2, (0.1,)), tmp_path / "own.jsonl", tmp_path / "a.png"
+    data.write_text('{"image": "a.png", "question": "What is it?", "answer": "A car."}')
+
+    def header(size, mmproj=None):
+        shutil.copy(picture_file("a.png", *size), picture)
+        return setup.header(DEMO.model, data, read_jsonl(data), mmproj)
+
+    first = header((40, 30))
+    assert header((40, 30)) == first and header((40, 31))["data"] != first["data"]
+    assert "mmproj" not in first and header((40, 30), DEMO.mmproj)["mmproj"] == hash_of(DEMO.mmproj)
 
 
 def test_around_a_profile_the_others_keep_its_part_of_the_baseline():

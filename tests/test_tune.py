@@ -1,5 +1,6 @@
 """kvedge tune: intervals, the choice, a small run that is stopped and continued, and the users of the stored plan."""
 
+import importlib
 import json
 import shutil
 import threading
@@ -164,6 +165,28 @@ def test_answers_that_say_nothing_promise_nothing(home):
     assert told(lambda i: "noise", 9.0)["alike"] == 1.0 and told(str, 2.0)["sure"] == 0.2
 
 
+def test_an_unfinished_run_belongs_to_its_questions_and_pictures(home, refused, monkeypatch):
+    headers, questions, pictures = [], home / "questions.txt", home / "pictures"
+
+    def stop(held, files, header, fresh):
+        headers.append(header)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(importlib.import_module("kvedge_lab.commands.tune"), "_kept", stop)
+    pictures.mkdir()
+    for i in range(24):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(pictures / f"{i}.bmp")
+    tried = [("What is it?", 0), ("What is it?\n\n", 0), ("What is that?", 0), ("What is it?", 255)]
+    for text, green in tried:
+        questions.write_text(text)
+        Image.new("RGB", (8, 8), (0, green, 0)).save(pictures / "0.bmp")
+        refused("tune", "--questions", questions, "--images", pictures).failed(2, "enough")
+    first, same, others, edited = headers
+    assert first == same
+    assert [name for name in first if first[name] != others[name]] == ["questions"]
+    assert [name for name in first if first[name] != edited[name]] == ["pictures"]
+
+
 def test_pictures_of_a_folder(tmp_path, monkeypatch):
     for i in range(30):
         sheets.draw(tmp_path / f"{i}.png", 0, i)
@@ -178,10 +201,10 @@ def test_pictures_of_a_folder(tmp_path, monkeypatch):
     contexts = list(drawn.contexts)
     images = [image for context in contexts for image in context[0].lines[0].images]
     assert len(images) == len(set(images)) == 30 and drawn.size == len(contexts)
-    assert drawn.notes == ("1 pictures are left out, because they cannot be read: bad.png",)
+    assert drawn.notes == ("1 picture is left out, because it cannot be read: bad.png",)
     monkeypatch.setattr(material, "MOST", 20)
     assert "31 pictures" in material.folder(tmp_path, 1, [], 8).notes[-1]
-    with pytest.raises(UsageError, match=r"20 usable pictures \(1 pictures are left out"):
+    with pytest.raises(UsageError, match=r"20 usable pictures \(1 picture is left out"):
         material.folder(tmp_path, 1, [], 40)
 
 

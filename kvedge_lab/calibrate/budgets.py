@@ -67,16 +67,23 @@ class Setup:
     around: np.ndarray | None = None  # shares of all pairs [layers of the model, Hkv] of the other heads
     ways: tuple[str, ...] = (CONVERSATION,)  # what is compressed: CONVERSATION, CONTEXT, or both in turn
 
-    def header(self, model: Path, data: Path | str) -> dict[str, Any]:
+    def header(
+        self, model: Path, data: Path | str, samples: Iterable[Labelled] = (), mmproj: Path | None = None
+    ) -> dict[str, Any]:
         """Returns what must be equal in two runs with losses in one file. Raises ModelError, UsageError.
 
-        data: a file of samples, or the name of drawn scenes.
+        data: a file of samples, or the name of drawn scenes. samples: of the file; their pictures must be equal, too.
         """
         if isinstance(data, Path):
-            data = f"{data.name} {hashlib.sha256(read_text(data).encode()).hexdigest()[:16]}"
+            content = hashlib.sha256(read_text(data).encode())
+            for picture in (picture for sample in samples for picture in sample.pictures):
+                content.update(picture.key.encode())
+            data = f"{data.name} {content.hexdigest()[:16]}"
         baseline = self.plan.budget.value
         out = {"model": hash_of(model), "data": data, "scorer": self.plan.scorer, "baseline": baseline,
                "points": list(self.points)}  # fmt: skip
+        if mmproj is not None:
+            out["mmproj"] = hash_of(mmproj)
         if self.plan.method != METHOD:
             out["method"] = self.plan.method
         usual = make_plan(self.plan.method, baseline, allocator="uniform", scorer=self.plan.scorer)

@@ -17,6 +17,7 @@ from pykvedge.cli.command import Command, option
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.errors import UsageError, unknown
 from pykvedge.plans.making import plan
+from pykvedge.system.shown import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -239,8 +240,9 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
     if given["around"] is not None:
         setup = replace(setup, around=find(plan("calibrated"), model, given["around"])["allocator"].values)
     settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed, given["questions"])
-    count = min(count, len(source)) if isinstance(source, list) else count
-    header = setup.header(model, given["data"] if given["data"] else _drawn(seed, given["questions"]))
+    own = source if isinstance(source, list) else []
+    count = min(count, len(own)) if own else count
+    header = setup.header(model, given["data"] or _drawn(seed, given["questions"]), own, mmproj)
     with _interruptible(given) as (display, cancel), ExitStack() as held:
         kept = CurveFile(given["save"], header, len(setup.points), given["resume"])
         held.callback(kept.close)
@@ -336,7 +338,7 @@ def _table(profile: Profile) -> str:
         "key-redundancy": "mean similarity of two keys in percent",
         "head-budgets": "percent of an even share of the budget",
     }.get(profile.kind, "percent of all scores")
-    lines = [f"{profile.kind} of {profile.about['model']['name']}, {profile.samples} samples: {what}"]
+    lines = [f"{profile.kind} of {profile.about['model']['name']}, {counted(profile.samples, 'sample')}: {what}"]
     if len(names) > 16:
         best = [divmod(int(i), len(names)) for i in (-shown).argsort(axis=None)[:16]]
         return "\n".join([*lines, *(f"  layer {i}, {names[h]}: {shown[i, h]:.1f}" for i, h in best)])

@@ -204,11 +204,10 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     return [Cell(one.method, one) for one in plans.values()]
 
 
-def _material(given: dict[str, Any], model: Path, folder: Path) -> Material:
+def _material(given: dict[str, Any], model: Path, folder: Path, questions: list[str]) -> Material:
     from kvedge_lab.tune import material
     from kvedge_lab.tune.certificate import LEAST_PROOF
 
-    questions = material.read_questions(given["questions"]) if given["questions"] else []
     if given["images"] is not None:
         return material.folder(given["images"], given["seed"], questions, 2 * LEAST_PROOF)
     if model == DATA / "demo-model.gguf":
@@ -223,6 +222,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
 
     from kvedge_lab.progress import Minutes
     from kvedge_lab.tune.budgets import calibrate
+    from kvedge_lab.tune.material import hashed, read_questions
     from kvedge_lab.tune.race import Race
     from pykvedge.models import profiles, tuned
     from pykvedge.runtime.interrupt import CancelledError, as_event
@@ -239,9 +239,10 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
     kept_in = [place.with_name(f"{place.stem}.{what}.jsonl") for what in ("run", "curves")]
     with contextlib.ExitStack() as held:
         pages = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="kvedge-tune-")))
-        material = _material(given, model, pages)
+        questions = read_questions(given["questions"]) if given["questions"] else []
+        material = _material(given, model, pages, questions)
         header = {"model": model_hash, "mmproj": profiles.hash_of(mmproj), "kv_type": settings.storage.key,
-                  "pictures": material.source, "questions": str(given["questions"] or ""), "target": given["target"],
+                  "pictures": material.source, "questions": hashed(questions), "target": given["target"],
                   "plans": [cell.digest for cell in cells]}  # fmt: skip
         kept = _kept(held, kept_in, header, given["fresh"])
         display = Minutes(not given["quiet"] and not given["verbose"], seconds, kept.spent)

@@ -80,7 +80,7 @@ class Sample:
 
     def digest(self) -> str:
         """Returns a digest of the sample's content. A file of results is refused if a sample's digest differs."""
-        lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
+        lines = [[line.role, line.text, [named(image) for image in line.images]] for line in self.lines]
         text = json.dumps([self.task, lines, self.answer, self.choices, self.metric, *self.others])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -103,7 +103,8 @@ def _picture(image: Image) -> Picture:
     return load_picture(drawn, name)
 
 
-def _name(image: Image) -> str:
+def named(image: Image) -> str:
+    """Returns the name of an image, with a digest of its file."""
     if not isinstance(image, Path):
         return repr(image)
     try:

@@ -6,7 +6,7 @@ No picture is in two contexts, so contexts are independent, as the intervals req
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -16,10 +16,11 @@ import numpy as np
 from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.demo_tasks.scenes import Scene
 from kvedge_lab.eval.files import read_text
-from kvedge_lab.eval.tasks import DialogMessage, Sample
+from kvedge_lab.eval.tasks import DialogMessage, Sample, named
 from kvedge_lab.tune import sheets
 from pykvedge.errors import ImageError, SaveError, UsageError
 from pykvedge.models.images import picture_size
+from pykvedge.system.shown import counted
 
 ALONE = ("Describe the image.", "What text is in the picture?", "What is at the top, and what is at the bottom?")
 SEVERAL = ("Describe each image.", "What is the difference between the images?")
@@ -88,7 +89,8 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
         (good if _opens(files[int(i)]) else broken).append(files[int(i)])
     notes = []
     if broken:
-        notes.append(f"{len(broken)} pictures are left out, because they cannot be read: {_named(broken)}")
+        which = "is left out, because it" if len(broken) == 1 else "are left out, because they"
+        notes.append(f"{counted(len(broken), 'picture')} {which} cannot be read: {_named(broken)}")
     if len(good) == MOST:
         notes.append(f"{path} has {len(files)} pictures; {MOST} of them are used, chosen with seed {seed}")
     contexts, at = list[list[Sample]](), 0
@@ -104,7 +106,7 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
             f"--images {path} has {len(good)} usable pictures{why}, but at least {least * 3 // 2} are needed; add "
             f"pictures"
         )
-    digest = hashlib.sha256("".join(f"{p.name} {p.stat().st_size}\n" for p in good).encode()).hexdigest()[:12]
+    digest = hashed(map(named, good))
     return Material(f"{len(good)} pictures of {path.name} ({digest}), seed {seed}", iter(contexts), tuple(notes),
                     len(contexts))  # fmt: skip
 
@@ -115,6 +117,12 @@ def read_questions(path: Path) -> list[str]:
     if not found:
         raise UsageError(f"{path} has no questions; write one question per line")
     return found
+
+
+def hashed(texts: Iterable[str]) -> str:
+    """Returns a digest of texts; "" without texts."""
+    lines = "".join(f"{text}\n" for text in texts)
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()[:12] if lines else ""
 
 
 def for_way(context: Sequence[Sample], way: str) -> list[Sample]:

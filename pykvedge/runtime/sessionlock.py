@@ -19,7 +19,8 @@ from pykvedge.system.guard import Closing
 from pykvedge.system.memory import is_running
 
 _NUMBER_BYTES = 32  # most bytes of the process number in the lock file
-_LOCK_AT = 1 << 20  # on Windows a locked byte is not readable, so the lock is on a byte behind the file's end
+_LOCK_AT = 2**31 - 2  # on Windows a locked byte is not readable, so the lock is on a byte behind the file's end
+IN_USE = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # what try_lock raises if another program holds the lock
 
 if sys.platform == "win32":
     import msvcrt
@@ -57,7 +58,7 @@ class SessionLock(Closing):
             try:
                 try_lock(handle)
             except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                if error.errno in IN_USE:
                     holder = _holder(handle)
                     os.close(handle)
                     raise SessionFileError(
