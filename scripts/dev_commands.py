@@ -90,14 +90,12 @@ def crash(code: int) -> str:
 def test(args: list[str]) -> int:
     ensure_package("test")
     build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder of the last install
-    python = venv_program("python")
-    stock = [python, str(ROOT / "scripts" / "build_stock.py"), "--build", str(build)]
+    stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py"), "--build", str(build)]
     run_logged(stock, "building the baseline (stock llama.cpp)")
-    # pip configured the folder with a temporary CMake, and perhaps for another environment; both may be deleted
-    configure = [venv_program("cmake"), f"-DPython_EXECUTABLE={python}", str(build)]
-    run_logged(configure, "configuring the native tests")
+    # pip configured the folder with a temporary CMake, which is deleted
+    run_logged([venv_program("cmake"), str(build)], "configuring the native tests")
     run_logged([venv_program("cmake"), "--build", str(build), "--target", "kvedge-tests"], "building the native tests")
-    tests = [python, "-m", "pytest", *args]
+    tests = [venv_program("python"), "-m", "pytest", *args]
     code = subprocess.run(tests, check=False).returncode
     if code != 1 or not all(arg.startswith("--") for arg in args):
         return code
