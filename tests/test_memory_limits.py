@@ -27,11 +27,9 @@ class Run:
 
     @property
     def refused(self) -> bool:
-        """Returns whether the run printed one error line and nothing else, or behind a whole answer with its report."""
+        """Returns whether the run printed one error line and nothing else."""
         lines = self.err.splitlines()
-        whole = bool(self.out) and len(lines) == 2 and lines.pop(0).startswith("prompt ")
-        failed = self.code in (1, 2) and len(lines) == 1 and lines[0].startswith("kvedge: error: ")
-        return failed and (whole or not self.out)
+        return self.code in (1, 2) and not self.out and len(lines) == 1 and lines[0].startswith("kvedge: error: ")
 
 
 def run(
