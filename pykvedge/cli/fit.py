@@ -16,6 +16,7 @@ from pykvedge.cli.tables import wrapped
 from pykvedge.errors import UnsupportedError, UsageError
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.system.memory import readable
+from pykvedge.system.shown import counted
 
 if TYPE_CHECKING:
     from pykvedge.fit.footprint import Files, Footprint, Request
@@ -259,7 +260,7 @@ def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, 
     ]
     columns = ("stock llama.cpp", "kvedge, all kept", request.plan.method)
     alike = request.all_images in (0, request.n_images * request.image_tokens)
-    what = f"{request.n_images} image{'s' * (request.n_images != 1)} of {'' if alike else 'up to '}"
+    what = f"{counted(request.n_images, 'image')} of {'' if alike else 'up to '}"
     what += f"{request.image_tokens} tokens and "
     about = (
         f"{Path(out['model']).name}: {what if request.n_images else ''}{request.text_tokens} tokens of text, "

@@ -205,7 +205,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # Python has no type for it
         from pykvedge.native.crash import NO_THREAD
 
-        _complain(f"the system refuses another thread: {NO_THREAD}")
+        _complain(NO_THREAD)
         return 1
     _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see the traceback)")
     return 1

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from pykvedge.errors import ImageError, UsageError
+from pykvedge.system.shown import counted
 
 MEMORY = 1 << 30  # bytes of address space
 MOST_INCHES = 200  # length of a side: the limit of the format
@@ -31,7 +32,7 @@ def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]
     for first, last in ranges or [[1, None]]:
         if not first or max(first, last or 0) > n_pages:
             asked = max(first or 0, last or 0)
-            raise UsageError(f"has {n_pages} page{'s' * (n_pages != 1)}, but page {asked} was requested")
+            raise UsageError(f"has {counted(n_pages, 'page')}, but page {asked} was requested")
         for page in range(first, (last or n_pages) + 1):
             out[page] = None
             if len(out) > most:

@@ -17,8 +17,11 @@ from pykvedge.native.calls import call
 
 CODE = 1  # exit code of the process
 _NO_MEMORY = ("mem_buffer", "alloc", "out of memory")  # words in ggml's assertion messages
-_NO_THREAD = "GGML_ASSERT(rc == 0)"  # the system refused to start a thread
-NO_THREAD = "not enough memory, or a limit of processes (ulimit -u, or pids.max of a container); raise the limit"
+_THREAD_ASSERTION = "GGML_ASSERT(rc == 0)"  # ggml's, if the system refuses a thread
+NO_THREAD = (
+    "the system refuses another thread: not enough memory, or a limit of processes (ulimit -u, or pids.max of a "
+    "container); raise the limit"
+)
 _HANDSHAKE = "RPC handshake failed"
 _HUNG_UP = "Remote RPC server crashed or returned malformed response"
 
@@ -61,8 +64,8 @@ def _explain(message: str) -> None:
     what = " ".join(message.partition(": ")[2].split()) or message
     if any(word in what for word in _NO_MEMORY):
         what = f"not enough memory ({what})"
-    if _NO_THREAD in what:
-        what = f"the system refuses another thread: {NO_THREAD} ({what})"
+    if _THREAD_ASSERTION in what:
+        what = f"{NO_THREAD} ({what})"
     if _HUNG_UP in what:
         what = ggml.why_hung_up()
     if _HANDSHAKE in what:

@@ -27,6 +27,7 @@ from pykvedge.runtime.report import Report, Saved
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionlock import SessionLock
 from pykvedge.system.memory import readable
+from pykvedge.system.shown import counted
 
 INTERRUPTED = 130
 
@@ -205,7 +206,7 @@ def holding(session: Session) -> str:
     """Returns one line about a conversation and its cache."""
     turns = sum(m.role == "assistant" for m in session.messages)
     images = sum(len(m.pictures) for m in session.messages)
-    parts = [f"{turns} answer{'s' * (turns != 1)}", f"{images} image{'s' * (images != 1)}"]
+    parts = [counted(turns, "answer"), counted(images, "image")]
     cache = session.engine.cache
     if session.in_cache and cache is not None:
         n_tokens, pairs = cache.stats().n_tokens, session.engine.pairs_held()

@@ -22,6 +22,7 @@ from pykvedge.plans.presets import methods
 from pykvedge.plans.registry import STAGES, member
 from pykvedge.reference.stages.base import Param
 from pykvedge.system.memory import readable
+from pykvedge.system.shown import counted
 
 LEAVE = ("/exit", "/quit", "/bye", "exit", "quit")
 
@@ -171,7 +172,7 @@ def _drop(chat: Chat, rest: str) -> None:
 def _shown_message(message: Message) -> str:
     text = " ".join(message.text.split())
     n = len(message.pictures)
-    images = f" and its {n} image{'s' * (n != 1)}" if n else ""
+    images = f" and its {counted(n, 'image')}" if n else ""
     return (text if len(text) <= 60 else text[:57] + "...") + images
 
 
