@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 from choosing import crossed
 from conversations import SHORT, a_plan, say
+from modelgen import text
+from modelgen import tiny as tiny_models
 from modelgen.families import FAMILIES
 from stock_runner import Runner, picture
 from test_provider import divergence
 
 import pykvedge
 from pykvedge.errors import NothingToCompressError, UnsupportedError
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models import imagecount
 from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import image_grid
 from pykvedge.models.vision import Vision
+from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
 
 N = 6  # tokens of an answer
 MAX_KL = 1e-4  # nats
@@ -160,6 +164,30 @@ def test_on_devices_layers_that_share_a_cache_stay_with_llama_cpp(tiny, native):
         pytest.raises(NothingToCompressError, match="use --method full"),
     ):
         session.ask(QUESTION, [scene()])
+    assert "keep the layers off the devices" in attach_error(files.model, DEVICES_ALL)
+
+
+def test_a_reading_layer_of_another_shape_is_named_as_the_cause(tmp_path, native, monkeypatch):
+    """Layer 5 reads the rows of layer 3, but has 8 query heads instead of 4."""
+    normed, text_model = text.normed, tiny_models.text_model
+
+    def wider(spec, i, *mean):
+        return normed(replace(spec, n_heads=8, width=spec.n_embd) if i == 5 else spec, i, *mean)
+
+    def model(spec):
+        meta, tensors = text_model(spec)
+        return meta | {"gemma4.attention.head_count": [4] * 5 + [8]}, tensors
+
+    monkeypatch.setattr(text, "normed", wider)
+    monkeypatch.setattr(tiny_models, "text_model", model)
+    path, _ = tiny_models.write_tiny("gemma4e", tmp_path)
+    assert "other heads" in attach_error(path, DEVICES_AUTO)
+
+
+def attach_error(model, devices):
+    with Runner(model) as stock, pytest.raises(NothingToCompressError) as refused:
+        Cache(stock.ctx, pykvedge.plan("lookm", 0.3), devices=devices)
+    return str(refused.value)
 
 
 SIZES = [(300, 200), (80, 60), (14, 14), (64, 2000), (333, 1021), (1200, 900)]

@@ -121,18 +121,18 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
     for (const auto & s : kv.layers.shapes) {
         status = status == KVEDGE_OK ? check_storage(kv.sequences.storage, s.d_k, s.d_v, err) : status;
     }
-    if (!kv.layers.shapes.empty() && !kv.layers.shares_kv && status == KVEDGE_OK) {
+    if (!kv.layers.shapes.empty() && !kv.layers.unread && status == KVEDGE_OK) {
         return rotate_rows(kv, err);
     }
     if (status != KVEDGE_OK) {
         return status;
     }
-    if (kv.layers.declined && !kv.layers.shares_kv) {
+    if (kv.layers.declined && !kv.layers.unread) {
         return fail(err, KVEDGE_E_NOTHING, "kvedge cannot store the keys and values of this model: the head size is not a multiple of 8 up "
                     "to %d, or the model adds a bias (ALiBi) to the attention logits", MAX_HEAD_SIZE);
     }
-    return kv.layers.shares_kv ? fail(err, KVEDGE_E_NOTHING, "some layers of this model read the keys and values of another layer; kvedge "
-                                      "can compress these only on the host, so keep the layers off the devices")
+    return kv.layers.unread ? fail(err, KVEDGE_E_NOTHING, "some layers of this model read the keys and values of another layer, %s",
+                                   kv.layers.unread)
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 

@@ -52,7 +52,8 @@ ggml_tensor * kvedge_cache::build_reader(const llama_attn_provider_layer & layer
                       q->ne[1] == shape.n_heads && layer.softcap == shape.softcap && !layer.kq_b && layer.max_alibi_bias == 0.0f &&
                       (!layer.sinks || layer.sinks->type == GGML_TYPE_F32);
     if (!same || layers.devices[(size_t) at] || (op == readers.end() && !sequences.all.empty())) {
-        layers.shares_kv = true;
+        layers.unread = !same ? "but with other heads or another soft cap, which kvedge cannot compute; use the context without kvedge"
+                              : "which kvedge can compress only on the host; keep the layers off the devices";
         return nullptr;
     }
     if (op == readers.end()) {

@@ -34,8 +34,8 @@ struct Layers {
     std::shared_ptr<Rotations>                    rotations = std::make_shared<Rotations>();  // for each of shapes
     std::shared_ptr<Projections>                  projections;                                // for each of shapes
     std::vector<std::vector<float>>               sinks;  // for each of shapes: logits of attention sinks, if the layer lies on a device
-    bool                                          shares_kv = false;  // a layer cannot read the rows that it shares
-    bool                                          declined  = false;  // a full-attention layer stayed with llama.cpp
+    const char *                                  unread = nullptr;  // why a layer cannot read the rows that it shares; NULL: it can
+    bool                                          declined = false;  // a full-attention layer stayed with llama.cpp
 
     // Returns the layer with number il of the model; NULL: not stored.
     LayerOp * find(int32_t il) const;
