@@ -29,6 +29,7 @@ uint32_t checksum_of(const Sequence & seq) {
     const auto tell = [&](const auto & x) { sum = crc32(sum, x.data(), x.size() * sizeof(x[0])); };
     tell(seq.rows.contents().pos);
     tell(seq.rows.contents().image);
+    tell(std::vector<int32_t>{ seq.rows.pending_length() });
     for (int32_t l = 0; l < (int32_t) SHAPES.size(); l++) {
         for (int32_t h = 0; h < SHAPES[(size_t) l].n_heads_kv; h++) {
             const auto         tokens = seq.rows.head_tokens(l, h);
@@ -88,9 +89,10 @@ kvedge_plan * plan_of(const std::vector<std::pair<const char *, const char *>> &
 struct Plans {
     kvedge_plan * merging = plan_of({ { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "reducer.bias", "mass" }, { "budget", "0.4" } });
     kvedge_plan * bounded = plan_of({ { "scorer", "cumulative" }, { "budget", "0.5" }, { "decode", "heavy-hitter" } });
+    kvedge_plan * keeping = plan_of({ { "scorer", "cumulative" }, { "budget", "500" } });
     kvedge_plan * stream  = plan_of({ { "scorer", "cumulative" }, { "reducer", "averaged" }, { "reducer.bias", "mass" }, { "budget", "24" }, { "sinks", "2" } });
     ~Plans() {
-        for (kvedge_plan * plan : { merging, bounded, stream }) {
+        for (kvedge_plan * plan : { merging, bounded, keeping, stream }) {
             kvedge_plan_free(plan);
         }
     }
@@ -112,6 +114,21 @@ std::unique_ptr<Sequence> make(const Storage & storage, const Plans & plans, boo
         CHECK(seal_generated(seq->rows));
         enter(*seq, 1);
     }
+    return seq;
+}
+
+// Makes a sequence with a compressed prompt, an answer whose first rows are quantised, and the next prompt.
+std::unique_ptr<Sequence> make_next(const Storage & storage, const Plans & plans) {
+    rng.seed(4);
+    auto        seq = std::make_unique<Sequence>(SHAPES, storage);
+    Compression outcome;
+    enter(*seq, 30);
+    CHECK(compress_pending(*seq, *plans.merging, 1, outcome, nullptr) == KVEDGE_OK);
+    for (int32_t i = 0; i < 33; i++) {
+        CHECK(seal_generated(seq->rows));
+        enter(*seq, 1);
+    }
+    enter(*seq, 40);
     return seq;
 }
 
@@ -234,6 +251,22 @@ void test_operations(const Storage & storage, const Plans & plans) {
         } };
         try_operation(reading, made);
     }
+}
+
+// The budget covers all pending rows: quantised rows stay as they are, and the others are quantised.
+void test_quantised(const Storage & storage, const Plans & plans) {
+    const auto made = [&] { return make_next(storage, plans); };
+    try_operation({ "compress, all kept", [&](Sequence & s) {
+        const auto seal = [&] { return seal_old(s.rows, s.rows.contents().blocks.size()); };  // does what a compression may leave undone
+        return compressed(s, *plans.keeping, 1) && (seal() || seal());
+    } }, made);
+    try_operation({ "compress a copy, all kept", [&](Sequence & s) {
+        Compression outcome;
+        outcome.keep_original = true;
+        const auto status = compress_pending(s, *plans.keeping, 1, outcome, nullptr);
+        CHECK(status == KVEDGE_E_MEMORY || outcome.compressed_copy->rows.head_length(1, 1) == 73);
+        return status == KVEDGE_OK;
+    } }, made);
 }
 
 void test_streams(const Plans & plans) {
@@ -374,6 +407,8 @@ int main(int argc, char ** argv) {
     const Plans plans;
     test_operations({ Type::f16, Type::f16 }, plans);
     test_operations({ Type::kivi4, Type::kivi4 }, plans);
+    test_quantised({ Type::kivi4, Type::kivi4 }, plans);
+    test_quantised({ Type::q8_0, Type::q8_0 }, plans);
     test_streams(plans);
     test_interface(plans);
     std::filesystem::remove(std::filesystem::u8path(path));

@@ -188,6 +188,47 @@ static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, 
     return ok(err);
 }
 
+// Lets the first pending rows that are quantised already stay as they are. They are pending again after its lifetime.
+class Staying {
+  public:
+    Staying(Store & rows, bool stay) : first_(rows.mutable_contents().pending_from), before_(first_) {
+        first_ = stay ? first_plain(rows) : first_;
+    }
+    ~Staying() { first_ = before_; }
+    Staying(const Staying &)             = delete;
+    Staying & operator=(const Staying &) = delete;
+
+  private:
+    size_t &     first_;
+    const size_t before_;
+};
+
+// Chooses the rows to keep, and writes them where that changes anything.
+static kvedge_status write_kept(Job & job, bool reduced, Unsealed & unsealed, Compression & outcome, kvedge_error * err) {
+    job.device_rows = outcome.device_rows;
+    job.limits      = outcome.limits;
+    if (reduced || outcome.want_scores) {
+        if (!measure_on_devices(job)) {
+            return fail_device(DeviceRows::Outcome::lacking, outcome, err);
+        }
+        const auto start = std::chrono::steady_clock::now();
+        select_all(job);
+        outcome.choose_us = microseconds_since(start);
+        outcome.scores = outcome.want_scores ? std::move(job.scores) : Scores();
+        job.scores = job.reserve = job.weights = {};
+    }
+    const bool limited = outcome.limits && !outcome.limits->empty();
+    if (job.pending.n > 0 && (reduced || job.rounds() || limited || (outcome.keep_original && job.scored))) {
+        return replace_rows(job, reduced, unsealed, outcome, err);
+    }
+    if (outcome.keep_original) {
+        job.compressed_copy = std::make_unique<Sequence>(job.seq.rows.share());
+    } else if (job.scored) {
+        job.seq.sums_to_scores();
+    }
+    return ok(err);
+}
+
 static kvedge_status compress_tokens(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
     const int32_t T = seq.rows.pending_length();
@@ -208,44 +249,24 @@ static kvedge_status compress_tokens(
     if (!make_room(seq, { wanted.columns }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
-    if (quantise && !reduced && !scored && !outcome.want_scores) {
-        seq.promote_sealed();  // rows that are already quantised stay unchanged
-    }
-    Unsealed unsealed(seq.rows);
-    if (!unsealed.good()) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory to convert quantised rows for the compression");
-    }
-    Job        job  = make_job(seq, plan, n_threads, scored);
-    const bool any  = job.pending.n > 0;
-    job.device_rows = outcome.device_rows;
-    job.limits      = outcome.limits;
-    if (reduced || outcome.want_scores) {
-        if (!measure_on_devices(job)) {
-            return fail_device(DeviceRows::Outcome::lacking, outcome, err);
+    size_t first = 0;
+    {
+        const Staying staying(seq.rows, quantise && !reduced && !scored && !outcome.want_scores && !outcome.keep_original);
+        first = seq.rows.contents().pending_from;
+        Unsealed unsealed(seq.rows);
+        if (!unsealed.good()) {
+            return fail(err, KVEDGE_E_MEMORY, "no memory to convert quantised rows for the compression");
         }
-        const auto start = std::chrono::steady_clock::now();
-        select_all(job);
-        outcome.choose_us = microseconds_since(start);
-        outcome.scores = outcome.want_scores ? std::move(job.scores) : Scores();
-        job.scores = job.reserve = job.weights = {};
-    }
-    const size_t first = seq.rows.contents().pending_from;
-    const bool limited = outcome.limits && !outcome.limits->empty();
-    if (any && (reduced || job.rounds() || limited || (outcome.keep_original && scored))) {
-        const auto status = replace_rows(job, reduced, unsealed, outcome, err);
-        if (status != KVEDGE_OK) {
+        Job job = make_job(seq, plan, n_threads, scored);
+        if (const auto status = write_kept(job, reduced, unsealed, outcome, err); status != KVEDGE_OK) {
             return status;
         }
-    } else if (outcome.keep_original) {
-        job.compressed_copy = std::make_unique<Sequence>(seq.rows.share());
-    } else if (scored) {
-        seq.sums_to_scores();
+        unsealed.forget();
+        outcome.compressed_copy = std::move(job.compressed_copy);
     }
-    unsealed.forget();
-    Sequence & done = job.compressed_copy ? *job.compressed_copy : seq;
+    Sequence & done = outcome.compressed_copy ? *outcome.compressed_copy : seq;
     done.close_pending();
-    seal_old(done.rows, job.compressed_copy ? 0 : first);  // without memory, the rows stay plain, which is valid too
-    outcome.compressed_copy = std::move(job.compressed_copy);
+    seal_old(done.rows, outcome.compressed_copy ? 0 : first);  // without memory, the rows stay plain, which is valid too
     return ok(err);
 }
 

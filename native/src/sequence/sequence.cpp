@@ -70,14 +70,6 @@ void Sequence::close_pending() {
     observed.drop();
 }
 
-void Sequence::promote_sealed() {
-    if (kvedge::promote_sealed(rows)) {
-        observed.drop();
-        observed.missing = {};
-        observed.missing.count(rows.pending_length());
-    }
-}
-
 void Sequence::sums_to_scores() {
     score_pending(rows, [&](size_t layer, size_t head) {
         const Columns & columns = observed.layer(layer).columns;

@@ -34,8 +34,6 @@ struct Sequence {
     void take_back(int32_t n);
     // Ends the pending state of all tokens and drops their observations.
     void close_pending();
-    // Calls promote_sealed for `rows`. If it returns true, drops all observations, because their row 0 is the first pending row.
-    void promote_sealed();
     // Makes the column sums the scores of the pending rows. Throws std::bad_alloc.
     void sums_to_scores();
     // Makes all rows pending, as a stream needs. False: heads hold different numbers of rows; nothing changed. Throws std::bad_alloc.

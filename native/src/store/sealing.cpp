@@ -158,14 +158,11 @@ void seal_again(Store & store, Sealed && was) noexcept {
     was.clear();
 }
 
-bool promote_sealed(Store & store) {
-    StoreContents & all    = store.mutable_contents();
-    const size_t    before = all.pending_from;
-    const auto      sealed = [](const Block & b) { return b.ragged() && b.kind != BlockKind::whole; };
-    for (; all.pending_from < all.blocks.size() && sealed(all.blocks[all.pending_from]); all.pending_from++) {
-        all.blocks[all.pending_from].tokens = {};
-    }
-    return all.pending_from > before;
+size_t first_plain(const Store & store) {
+    const StoreContents & all = store.contents();
+    return (size_t) (std::find_if(all.blocks.begin() + (std::ptrdiff_t) all.pending_from, all.blocks.end(), [](const Block & b) {
+        return !b.ragged() || b.kind == BlockKind::whole;
+    }) - all.blocks.begin());
 }
 
 bool has_whole(const Store & store) {

@@ -130,8 +130,8 @@ void seal_again(Store & store, Sealed && was) noexcept;
 // kind `whole`; compressions read their quantised rows. Blocks that are already ragged do not change. False: no memory; rows are lost.
 bool seal_whole(Store & store, const Storage & as, int32_t n_threads);
 bool has_whole(const Store & store);  // whether any block has kind `whole`
-// Ends the pending state of the first pending blocks, as far as they are quantised (not of kind `whole`). False: nothing changed.
-bool promote_sealed(Store & store);
+// Returns the index of the first pending block that is not quantised (or of kind `whole`).
+size_t first_plain(const Store & store);
 
 // Makes every layer of the pending blocks loose, and sets the scores of their rows. of(layer, head) points to the scores of the
 // head's pending rows. Throws std::bad_alloc; then no score has changed.
