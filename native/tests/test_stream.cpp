@@ -231,12 +231,29 @@ void test_arrays() {
 
 }  // namespace
 
+// A plan that fails leaves the sums and the sinks of the plan before it.
+void test_failed_plan() {
+    const kvedge_plan plan  = test_plan();
+    kvedge_plan       other = plan;
+    Sequence          seq(SHAPES, Storage{ Type::f32, Type::f32 });
+    kvedge_error      err{};
+    Compression       outcome;
+    CHECK(kvedge_plan_set(&other, "scorer", "window", &err) == KVEDGE_OK && kvedge_plan_set(&other, "sinks", "7", &err) == KVEDGE_OK);
+    CHECK(open_stream(seq, plan, &err) == KVEDGE_OK);
+    append(seq, BOUND + 30);
+    CHECK(compress_stream(seq, other, 1, outcome, &err) == KVEDGE_E_STATE);
+    CHECK(seq.observed.have().sums() && seq.rows.contents().sinks == SINKS);
+    check_rows(seq, BOUND + 30);
+    compress(seq, plan);
+}
+
 int main() {
     for (int32_t i = 0; i < 10; i++) {
         random_series(60);
     }
     test_opening();
     test_refusals();
+    test_failed_plan();
     test_arrays();
     return failures() != 0;
 }

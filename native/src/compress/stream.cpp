@@ -83,13 +83,16 @@ static kvedge_status compress_rows(
     if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
         return status;
     }
-    set_sinks(seq.rows, plan.sinks);
-    Observation wanted = plan_observes(plan);
-    if (!wanted.sums()) {
-        seq.observed.drop_sums();  // gathered for an earlier plan
-    }
-    if (budget >= T) {
+    const Observation wanted = plan_observes(plan);
+    const auto        done   = [&] {
+        set_sinks(seq.rows, plan.sinks);
+        if (!wanted.sums()) {
+            seq.observed.drop_sums();  // gathered for an earlier plan
+        }
         return ok(err);
+    };
+    if (budget >= T) {
+        return done();
     }
     if (!observed_some(seq, wanted) || observation_was_stopped(seq, wanted)) {
         return fail_unobserved(seq, plan, err);
@@ -112,8 +115,8 @@ static kvedge_status compress_rows(
     }
     stream_last(seq.rows);
     seq.observed.missing = {};
-    outcome.reduced        = true;
-    return ok(err);
+    outcome.reduced      = true;
+    return done();
 }
 
 kvedge_status compress_stream(
