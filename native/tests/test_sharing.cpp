@@ -127,6 +127,14 @@ void sharing(const Storage & storage) {
     }
 }
 
+// The rows of a layer that lies on a device are there for a copy, too.
+void sharing_with_a_device() {
+    Sequence seq(SHAPES, { Type::f16, Type::f16 });
+    append_rows(seq, 8);
+    seq.rows.release_to_device(0);
+    CHECK(seq.rows.on_device(0) && seq.rows.share().on_device(0));
+}
+
 bool alike(const std::vector<float> & a, const std::vector<float> & b) {
     return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) { return close_to(x, y, 1e-3); });
 }
@@ -168,5 +176,6 @@ int main() {
         following({ type, type });
     }
     following({ Type::q8_0, Type::q8_0 });
+    sharing_with_a_device();
     return failures() == 0 ? 0 : 1;
 }

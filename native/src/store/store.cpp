@@ -150,7 +150,9 @@ Store Store::share() const {
             copy.layers.push_back({ layer.rows.share(), layer.heads });
         }
     }
-    return Store(shapes(), storage(), std::move(all));
+    Store out(shapes(), storage(), std::move(all));
+    out.on_device_ = on_device_;
+    return out;
 }
 
 Store Store::empty_copy() const {
