@@ -17,7 +17,7 @@ enum : uint8_t { UNIFORM = 0, RAGGED = 1, WHOLE = 2 };
 
 // The columns and quantities whose missing tokens are written. Nothing was gathered for a pending token that can be written,
 // so the others miss as many tokens as the first one.
-constexpr size_t FILED[] = { column::sums, column::squares, quantity::entropy, quantity::window };
+constexpr size_t MISSING[] = { column::sums, column::squares, quantity::entropy, quantity::window };
 
 // Flags of a ragged block: Block::generated, keys still plain, values still plain.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
@@ -289,7 +289,7 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint32_t>((uint32_t) n);
     out.value<uint32_t>((uint32_t) done);
     out.value<int32_t>(std::clamp(seq.observed.window_from(), 0, pending));
-    for (size_t i : FILED) {
+    for (size_t i : MISSING) {
         out.value<int32_t>(std::clamp(seq.observed.missing.of[i], 0, pending));
     }
     out.value<uint8_t>(seq.rows.evicting());
@@ -310,7 +310,7 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
         !in.value(n_blocks) || !in.value(done) || !in.value(window_from)) {
         return nullptr;
     }
-    for (size_t i : FILED) {
+    for (size_t i : MISSING) {
         if (!in.value(missing.of[i])) {
             return nullptr;
         }
