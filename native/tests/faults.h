@@ -23,6 +23,7 @@
 namespace faults {
 
 inline std::atomic<int64_t> left{ -1 };     // allocations until one fails; below 0: no allocation fails
+inline std::atomic<bool>    lasting{ false };  // whether all allocations after the one that fails fail, too
 inline std::atomic<bool>    fired{ false };
 inline std::atomic<int64_t> live{ 0 };      // allocated blocks and mappings that were not freed
 
@@ -33,14 +34,16 @@ inline bool fails(const void * caller) {
     if (left.load(std::memory_order_relaxed) <= 0 || (counted && !counted(caller)) || left.fetch_sub(1) != 1) {
         return false;
     }
+    left  = lasting ? 1 : 0;
     fired = true;
     return true;
 }
 
-// Makes only the n-th allocation from now on fail.
-inline void arm(int64_t n) {
-    fired = false;
-    left  = n;
+// Makes the n-th allocation from now on fail; on: also all after it.
+inline void arm(int64_t n, bool on = false) {
+    fired   = false;
+    lasting = on;
+    left    = n;
 }
 
 // Makes no more allocation fail. Returns whether an allocation failed since arm().

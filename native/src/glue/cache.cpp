@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <new>
 
 using namespace kvedge;
 
@@ -159,7 +160,7 @@ static bool covers(const Store & source, int32_t p0, int32_t p1, const Store & t
     return std::all_of(to.begin(), to.end(), [&](int32_t p) { return p >= p0 && p < p1 && p <= last; });
 }
 
-bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
+bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) try {
     SequenceState * source = sequences.find(from);
     p0                     = std::max(p0, 0);
     p1                     = p1 < 0 ? INT_MAX : p1;
@@ -176,7 +177,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     finish_graphs();
     auto copy = devices.to_host(*source) ? source->seq->clone() : nullptr;
     if (!copy) {
-        return context.deny(KVEDGE_E_MEMORY, "no memory to copy a sequence");
+        throw std::bad_alloc();
     }
     SequenceState state;  // becomes the target when nothing can fail any more
     state.id  = to;
@@ -193,6 +194,8 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     state.note_peak();
     sequences.all[to] = std::move(state);
     return true;
+} catch (const std::bad_alloc &) {
+    return context.deny(KVEDGE_E_MEMORY, "no memory to copy a sequence");
 }
 
 void kvedge_cache::seq_keep(int32_t seq_id) {

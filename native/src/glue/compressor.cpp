@@ -100,12 +100,13 @@ kvedge_status Compressor::compress_rows(SequenceState & state, Compression & out
     outcome.device_rows = all ? nullptr : device_of(state, plan, outcome.keep_original);
     if (outcome.device_rows) {
         outcome.device_rows->work = {};
+        auto       empty   = std::make_unique<Sequence>(layers_.shapes, sequences_.storage);  // nothing may fail when rows are lost
         const auto status  = compress_pending(*state.seq, plan, context_.threads(), outcome, err);
         state.device_work  = outcome.device_rows->work;
         state.device_work.choose_us = outcome.choose_us;
         if (outcome.lost) {  // rows on devices are neither the old rows nor the kept rows
             state.device.reset();
-            state.seq = std::make_unique<Sequence>(layers_.shapes, sequences_.storage);
+            state.seq = std::move(empty);
             return status;
         }
         if (status != KVEDGE_E_UNSUPPORTED) {

@@ -91,9 +91,10 @@ bool Keeping::wanted(SequenceState & state) const {
     return true;
 }
 
-void Keeping::give_up(SequenceState & state, const std::string & why) {
-    state.whole         = {};
-    state.whole.problem = why;
+void Keeping::give_up(SequenceState & state, const char * why, const char * what) noexcept try {
+    state.whole = {};
+    state.whole.problem.append(why).append(what);
+} catch (const std::bad_alloc &) {  // without memory for the reason, the rows are given up all the same
 }
 
 uint64_t Keeping::held() const {
@@ -116,7 +117,7 @@ void Keeping::keep_within(SequenceState & state) {
             const bool older = other.whole.compression_number < oldest->whole.compression_number;
             oldest           = other.whole.seq && !other.whole_in_use() && older ? &other : oldest;
         }
-        give_up(*oldest, "the whole rows of all sequences exceeded the limit of " + std::to_string(most_ >> 20) + " MiB");
+        give_up(*oldest, "the whole rows of all sequences exceeded the limit of ", (std::to_string(most_ >> 20) + " MiB").c_str());
     }
 }
 
@@ -136,22 +137,22 @@ void Keeping::write(SequenceState & state) try {
         spill_->write(std::move(job));
     }
 } catch (const std::system_error & error) {
-    give_up(state, std::string("no thread could be started to write whole rows: ") + error.what());
+    give_up(state, "no thread could be started to write whole rows: ", error.what());
 } catch (const std::bad_alloc &) {
     give_up(state, "no memory to write whole rows");
 }
 
-void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) {
+void Keeping::put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) noexcept {
     state.whole.seq = std::move(state.seq);
     state.seq       = std::move(compressed);
     state.whole.n_read = state.seq->rows.n_tokens();
-    store_whole_rows(state);
+    take_in(state);
 }
 
 void Keeping::take_in(SequenceState & state) noexcept try {
     store_whole_rows(state);
 } catch (const std::bad_alloc &) {
-    state.whole = {};
+    give_up(state, "no memory to keep whole rows");
 }
 
 // Keeps whole rows as the settings say: quantised, within the limit, in the file.
@@ -159,7 +160,7 @@ void Keeping::store_whole_rows(SequenceState & state) {
     state.whole.compression_number = ++compression_number_;
     state.whole.problem.clear();
     if (storage_.quantised() && !seal_whole(state.whole.seq->rows, storage_, context_.threads())) {
-        give_up(state, std::string("no memory to store whole rows as ") + format(storage_.k).name);
+        give_up(state, "no memory to store whole rows as ", format(storage_.k).name);
     }
     keep_within(state);
     if (state.whole.seq && spill_) {
@@ -199,7 +200,7 @@ void Keeping::adopt_written_rows(SequenceState & state) {
         switch (job.state) {
             case SpillJob::State::waiting: j++; continue;
             case SpillJob::State::failed:
-                give_up(state, "kvedge " + (job.problem.empty() ? "had no memory to write whole rows" : job.problem));
+                give_up(state, "kvedge ", std::string(job.problem.empty() ? "had no memory to write whole rows" : job.problem).c_str());
                 return;
             case SpillJob::State::dropped: jobs.erase(jobs.begin() + (std::ptrdiff_t) j); continue;
             case SpillJob::State::written: break;
@@ -239,20 +240,25 @@ bool Keeping::remove(SequenceState & state, int32_t p0, int32_t p1) {
     if (verifying) {
         state.seq->observed.skip_windows(state.verified->window_from);
         state.swap_whole();
+        state.verified.reset();
     }
-    state.verified.reset();
     if (!devices_.to_host(state)) {
         return false;
     }
-    state.seq->remove(p0, p1);
-    if (state.whole.seq) {
-        remove_whole(state, p0, p1);
+    try {
+        state.seq->remove(p0, p1);
+        state.verified.reset();
+        if (state.whole.seq) {
+            remove_whole(state, p0, p1);
+        }
+        const int32_t came = state.whole.seq ? state.whole.seq->rows.n_tokens() - state.seq->rows.n_tokens() : -1;
+        return !verifying || (came >= 0 && append_last(state.seq->rows, state.whole.seq->rows, came));
+    } catch (const std::bad_alloc &) {
+        if (!verifying) {
+            throw;
+        }
+        return false;  // the compressed rows lack the tokens of the verification
     }
-    if (!verifying) {
-        return true;
-    }
-    const int32_t came = state.whole.seq ? state.whole.seq->rows.n_tokens() - state.seq->rows.n_tokens() : -1;
-    return came >= 0 && append_last(state.seq->rows, state.whole.seq->rows, came);
 }
 
 void Keeping::recall(SequenceState & state) {

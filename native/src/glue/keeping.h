@@ -27,7 +27,7 @@ class Keeping {
     // Returns whether the compression of the sequence keeps its whole rows. If these are missing already, state.whole.problem says why.
     bool wanted(SequenceState & state) const;
     // Puts the compressed sequence in the place of the whole one, which is kept. Beyond the limit the oldest whole rows are given up.
-    void put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed);
+    void put_aside(SequenceState & state, std::unique_ptr<Sequence> compressed) noexcept;
     // Keeps whole rows that were loaded with a sequence, or moved to other positions, as a compression would.
     void take_in(SequenceState & state) noexcept;
     // Puts the whole rows in the place of the compressed ones, for the tokens of a later message, and appends the rows of tokens since. If
@@ -44,7 +44,7 @@ class Keeping {
     void adopt_written_rows(SequenceState & state);
     void remove_whole(SequenceState & state, int32_t p0, int32_t p1);
     uint64_t held() const;  // bytes of all whole rows; rows that sequences share count once. Throws std::bad_alloc
-    void give_up(SequenceState & state, const std::string & why);
+    void give_up(SequenceState & state, const char * why, const char * what = "") noexcept;  // the problem is `why` and `what`
     void keep_within(SequenceState & state);
     void write(SequenceState & state);
     void store_whole_rows(SequenceState & state);

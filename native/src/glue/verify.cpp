@@ -77,7 +77,8 @@ static void take_back(SequenceState & state, int32_t n) {
 }
 
 // Removes drafts that were decoded with the compressed rows, and puts the whole rows, which lie on the host, in place of the compressed.
-static void swap_to_whole(kvedge_cache & kv, SequenceState & state) {
+// Throws std::bad_alloc, and then nothing has changed.
+static void swap_to_whole(kvedge_cache & kv, SequenceState & state, std::unique_ptr<Verification> verification) {
     const int32_t n_whole = state.whole.seq->rows.n_tokens(), drafts = state.seq->rows.n_tokens() - n_whole;
     if (drafts > 0) {
         const int32_t from = state.seq->rows.contents().pos[(size_t) n_whole];
@@ -89,6 +90,7 @@ static void swap_to_whole(kvedge_cache & kv, SequenceState & state) {
         kv.context.release_cells(state.id, from, -1);
         state.cut(n_whole);
     }
+    state.verified = std::move(verification);
     state.swap_whole();
     state.weights.valid         = false;
     state.verified->n_old       = n_whole;
@@ -96,18 +98,20 @@ static void swap_to_whole(kvedge_cache & kv, SequenceState & state) {
     state.verified->window_from = state.seq->observed.window_from();
 }
 
-// Puts the compressed rows back, and appends the rows of the last n tokens of the whole ones. False: no memory.
+// Puts the compressed rows back, and appends the rows of the last n tokens of the whole ones. False: no memory; the whole rows stay.
 static bool swap_to_compressed(const kvedge_cache & kv, SequenceState & state, int32_t n) {
+    Store & rows = state.whole.seq->rows;
+    if (!append_last(rows, state.seq->rows, n)) {
+        return false;
+    }
+    const auto & device = state.verified->device;
+    if (n > 0 && device && !device->append(state.seq->rows, n, kv.context.threads())) {
+        rows.take_back(n);
+        return false;
+    }
     state.seq->observed.skip_windows(state.verified->window_from);
     state.swap_whole();
-    const Store & whole = state.whole.seq->rows;
-    if (!append_last(state.seq->rows, whole, n)) {
-        return false;
-    }
-    if (n > 0 && state.device && !state.device->append(whole, n, kv.context.threads())) {
-        state.seq->rows.take_back(n);
-        return false;
-    }
+    state.weights.valid = false;
     return true;
 }
 
@@ -137,8 +141,7 @@ static kvedge_status begin(kvedge_cache & kv, int32_t seq_id, int32_t n, bool wh
     if (!open && !kv.devices.to_host(*state)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory on the host to copy the keys and values of the sequence from a device");
     }
-    state->verified = std::move(verification);
-    swap_to_whole(kv, *state);
+    swap_to_whole(kv, *state, std::move(verification));
     return ok(err);
 }
 
@@ -176,8 +179,10 @@ extern "C" kvedge_status kvedge_verify_end(kvedge_cache * kv, int32_t seq_id, in
             state->weights.valid = false;
             kv->context.release_cells(seq_id, from, -1);
         }
-        const bool done = !state->verified->whole || swap_to_compressed(*kv, *state, n_accepted);
+        if (state->verified->whole && !swap_to_compressed(*kv, *state, n_accepted)) {
+            return fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_accepted);
+        }
         state->verified.reset();
-        return done ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the keys and values of %d tokens", n_accepted);
+        return ok(err);
     });
 }

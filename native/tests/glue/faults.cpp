@@ -79,8 +79,9 @@ kvedge_status decoded(World & w, int code) {
     return status;
 }
 
-// Repeats a call with the n-th allocation failing, for n = 1, 2, ... until the call has fewer allocations.
-void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, const Call & of) {
+// Repeats a call with the n-th allocation failing, for n = 1, 2, ... until the call has fewer allocations. lasting: all allocations after
+// the n-th fail, too.
+void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, const Call & of, bool lasting) {
     World w(model, plan, type);
     llama_set_n_threads(w.ctx, 1, 1);  // more threads would be slower for small graphs, and this reads a thousand prompts
     uint32_t           after = 0;
@@ -96,7 +97,7 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
         const uint32_t before = checksum_of(w, of.seq, of.away);
         CHECK(of.away == (w.stats(of.seq).device_bytes > 0));
         const auto     next   = w.next;
-        faults::arm(n);
+        faults::arm(n, lasting);
         auto status = of.call(w);
         fired       = faults::disarm() || n == 0;
         const bool lost = of.away && status == KVEDGE_E_STATE && w.stats(of.seq).n_tokens == 0;  // failed between replaced layers
@@ -114,18 +115,24 @@ void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, c
             status = of.call(w);
             CHECK(status == KVEDGE_OK);
         }
-        const bool     moved = kvedge_device_problem(w.kv, of.seq) != nullptr;  // the host compressed, whose rounding differs
+        const bool     given_up = kvedge_keep_problem(w.kv, of.seq) != nullptr;  // whole rows, so that later tokens see fewer rows
+        const bool     moved    = kvedge_device_problem(w.kv, of.seq) != nullptr;  // the host compressed, whose rounding differs
         const uint32_t now   = checksum_of(w, of.seq);
         w.answer(2, of.seq);
         after  = n == 0 ? now : after;
         logits = n == 0 ? w.logits() : logits;
-        CHECK(moved || (now == after && w.logits() == logits));
-        CHECK(!moved || (of.away && fired));
+        CHECK(moved || given_up || (now == after && w.logits() == logits));
+        CHECK((!moved || of.away) && (fired || (!moved && !given_up)));
     }
     if (failures() != n_bad) {
-        std::fprintf(stderr, "  %s, allocation %d\n", of.name, (int) (n - step));
+        std::fprintf(stderr, "  %s, allocation %d%s\n", of.name, (int) (n - step), lasting ? " and all after it" : "");
     }
     n_faults += n - 1 - step;
+}
+
+void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, const Call & of) {
+    try_call(model, plan, type, of, false);
+    try_call(model, plan, type, of, true);
 }
 
 // Returns the tokens of a text. The first call, in which no allocation fails, makes the text; later calls allocate nothing.
@@ -189,17 +196,21 @@ void on_devices(llama_model * model) {
     }
 }
 
+// Copies sequence 0. After a failure, no token enters the missing copy until the error was taken.
+kvedge_status copied(World & w) {
+    llama_memory_seq_cp(w.memory(), 0, 2, -1, -1);
+    CHECK(kvedge_head_length(w.kv, 2, 0, 0) > 0 || (w.decode(text(w, 1, 4), 2) != 0 && w.next[2] == 0));
+    const auto status = kvedge_take_error(w.kv, nullptr);
+    w.next[2] = status == KVEDGE_OK ? w.next[0] : 0;
+    return status;
+}
+
 void changes(llama_model * model, const std::string & folder) {
     static std::string path;
     path = folder + "/faults.kvs";
     Plan       plan({ { "scorer", "cumulative" }, { "budget", "0.5" } });
     const auto ours = [&](const Call & call) { try_call(model, plan.plan, KVEDGE_TYPE_F16, call); };
-    ours({ "copy", ready, [](World & w) {
-              llama_memory_seq_cp(w.memory(), 0, 2, -1, -1);
-              const auto status = kvedge_take_error(w.kv, nullptr);
-              w.next[2] = status == KVEDGE_OK ? w.next[0] : 0;
-              return status;
-          }, 2 });
+    ours({ "copy", ready, copied, 2 });
     ours({ "cut", ready, [](World & w) {
               const bool done = llama_memory_seq_rm(w.memory(), 0, N / 2, -1);
               const auto status = kvedge_take_error(w.kv, nullptr);
@@ -247,6 +258,88 @@ void changes(llama_model * model, const std::string & folder) {
               status = status ? status : kvedge_expect(w.kv, 3, 10, &err);
               kvedge_plan_free(other);
               return status;
+          } });
+}
+
+const auto keep_whole = [](World & w) {
+    CHECK(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, KVEDGE_TYPE_F16, nullptr) == KVEDGE_OK);
+};
+
+// Verifies three tokens, of which two stay. A failure ends the verification.
+kvedge_status verified(World & w, bool whole) {
+    kvedge_error err{};
+    const auto   next   = w.next[0];
+    auto         status = whole ? kvedge_verify_whole(w.kv, 0, 3, &err) : kvedge_verify_begin(w.kv, 0, 3, &err);
+    status = status ? status : decoded(w, w.decode_each(text(w, 3, 6)));
+    status = status ? status : kvedge_verify_end(w.kv, 0, 2, &err);
+    if (status != KVEDGE_OK) {
+        faults::disarm();
+        CHECK(w.good(kvedge_verify_end(w.kv, 0, 0, &err), err));
+    }
+    w.next[0] = next + (status == KVEDGE_OK ? 2 : 0);
+    return status;
+}
+
+// Reads a second pass over the prompt, and compresses. A failure ends the pass.
+kvedge_status passed(World & w) {
+    kvedge_error              err{};
+    const kvedge_replay_chunk chunk  = { 0, N, 2, 8 };
+    const auto                next   = w.next[0];
+    auto                      status = kvedge_replay_begin(w.kv, 0, &chunk, &err);
+    status = status ? status : decoded(w, w.decode(text(w, 8, 5)));
+    status = status ? status : kvedge_replay_end(w.kv, 0, &err);
+    if (status != KVEDGE_OK) {
+        faults::disarm();
+        CHECK(w.good(kvedge_replay_end(w.kv, 0, &err), err));
+    }
+    w.next[0] = next;
+    return status ? status : compress(w);
+}
+
+kvedge_status renumbered(World & w) {
+    kvedge_error err{};
+    return kvedge_renumber(w.kv, 0, N / 2, &w.next[0], &err);
+}
+
+kvedge_status chosen_again(World & w) {
+    kvedge_error err{};
+    const auto   status = kvedge_limit_tokens(w.kv, 0, 4, N / 2, 3, &err);
+    return status ? status : kvedge_choose_again(w.kv, 0, &err);
+}
+
+void passes_and_drafts(llama_model * model) {
+    Plan       replay({ { "scorer", "replay" }, { "scorer.source", "repeat" }, { "budget", "0.5" } });
+    Plan       plan({ { "scorer", "cumulative" }, { "budget", "0.5" } });
+    Plan       all({ { "scorer", "cumulative" }, { "budget", "500" } });
+    const auto kept    = [](World & w) { keep_whole(w), prompt(w); CHECK(compress(w) == KVEDGE_OK); };
+    const auto drafted = [&](World & w) { kept(w), w.answer(2); };
+    const auto ours    = [&](const Call & call) { try_call(model, plan.plan, KVEDGE_TYPE_F16, call); };
+    try_call(model, replay.plan, KVEDGE_TYPE_F16, { "a second pass", prompt, passed });
+    ours({ "drafts", ready, [](World & w) { return verified(w, false); } });
+    ours({ "drafts over whole rows", kept, [](World & w) { return verified(w, true); } });
+    ours({ "a verification over whole rows", drafted, [](World & w) {
+              const auto status = kvedge_verify_whole(w.kv, 0, 3, nullptr);
+              w.next[0] -= status == KVEDGE_OK ? 2 : 0;
+              return status;
+          } });
+    ours({ "a message over whole rows", drafted, next_tokens, 0, false, true });
+    ours({ "compress over whole rows", [&](World & w) { drafted(w), next_tokens(w); }, compress });
+    ours({ "choose again", drafted, chosen_again });
+    ours({ "smaller positions", ready, renumbered });
+    ours({ "smaller positions of whole rows", drafted, renumbered });
+    const auto sealed = [](World & w) { prompt(w), w.answer(34); CHECK(few_tokens(w) == KVEDGE_OK); };
+    for (const auto type : { KVEDGE_TYPE_Q8_0, KVEDGE_TYPE_KIVI2 }) {
+        try_call(model, all.plan, type, { "compress, all kept", sealed, compress });
+    }
+    ours({ "scores", prompt, [](World & w) {
+              static std::vector<float> scores(4 * N);
+              return kvedge_pending_scores(w.kv, 0, 1, scores.data(), (int32_t) scores.size(), nullptr);
+          } });
+    ours({ "pack and unpack", ready, [](World & w) {
+              static std::vector<uint8_t> bytes(1 << 20);
+              size_t                      n      = bytes.size();
+              const auto                  status = kvedge_pack(w.kv, 0, "m", bytes.data(), &n, nullptr);
+              return status ? status : kvedge_unpack(w.kv, 1, "m", bytes.data(), n, nullptr);
           } });
 }
 
@@ -322,6 +415,7 @@ void no_memory(llama_model * model, const std::string & folder) {
     attaching(model);
     prompts_and_answers(model);
     changes(model, folder);
+    passes_and_drafts(model);
     bounded_and_streams(model);
     faults::counted = nullptr;
     std::fprintf(stderr, "%d allocations failed\n", (int) n_faults);
