@@ -178,7 +178,10 @@ kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
 
 kvedge_status Compressor::choose_again(SequenceState & state, kvedge_error * err) {
     keeping_.adopt_written_rows();
-    if (!state.whole.seq || state.verified) {
+    if (const auto status = check(state, err); status != KVEDGE_OK) {
+        return status;
+    }
+    if (!state.whole.seq || state.verified || state.whole.seq->rows.pending_length() == 0) {
         return fail(err, KVEDGE_E_STATE, "sequence %d has no whole rows to choose from; call kvedge_keep before the prompt, and end a "
                     "verification of drafts first", state.id);
     }

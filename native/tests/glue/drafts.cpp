@@ -203,6 +203,24 @@ void over_whole_rows(llama_model * model) {
     CHECK(kvedge_verify_whole(without.kv, 0, 2, &err) == KVEDGE_E_STATE);
 }
 
+// What whole rows cannot answer after removals and verifications is refused.
+void whole_rows_changed(llama_model * model) {
+    Plan               plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
+    World              w(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    kvedge_error       err{};
+    std::vector<float> weights(2 * PROMPT);
+    const auto         attention = [&] { return kvedge_attention(w.kv, 0, 0, 0, weights.data(), (int32_t) weights.size(), &err); };
+    CHECK(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, KVEDGE_TYPE_F16, &err) == KVEDGE_OK && kvedge_watch(w.kv, true, &err) == KVEDGE_OK);
+    CHECK(w.decode(words(model, PROMPT, 3)) == 0 && kvedge_compress(w.kv, 0, &err) == KVEDGE_OK);
+    CHECK(w.good(kvedge_verify_whole(w.kv, 0, 1, &err), err) && w.decode_each({ 5 }) == 0 && attention() == KVEDGE_OK);
+    CHECK(w.good(kvedge_verify_end(w.kv, 0, 1, &err), err) && attention() == KVEDGE_E_STATE);  // the weights belong to the whole rows
+    w.answer(1);
+    CHECK(attention() == KVEDGE_OK);
+    CHECK(llama_memory_seq_rm(w.memory(), 0, 0, PROMPT + 1) && kvedge_choose_again(w.kv, 0, &err) == KVEDGE_E_STATE);
+    w.answer(1);
+    CHECK(w.kept(0, 0).size() == 2);
+}
+
 }  // namespace
 
 void drafts(llama_model * model, const std::string & folder) {
@@ -210,4 +228,5 @@ void drafts(llama_model * model, const std::string & folder) {
     unfinished(model, folder);
     refused(model);
     over_whole_rows(model);
+    whole_rows_changed(model);
 }
