@@ -876,8 +876,8 @@ typedef struct kvedge_replay_chunk {
 // Announces that the next n_tokens of sequence seq_id, in batches of any size, are a chunk of the pass. Their logits may be requested. With
 // scorer.scope = chunk the softmax of their queries covers the sinks, the chunk and the tokens of the pass; else all tokens. Chunks come in
 // order: a chunk begins where the chunk before ended, or earlier; a chunk that begins at 0 begins the pass again. Errors: KVEDGE_E_STATE
-// (no prompt tokens, a chunk that was not ended, tokens left out between chunks, a stream), KVEDGE_E_ARGUMENT (numbers that do not fit),
-// KVEDGE_E_UNSUPPORTED (the plan's scorer needs no pass, or the model cannot take tokens back: recurrent layers), KVEDGE_E_MEMORY.
+// (no prompt tokens, a chunk or a verification that was not ended, tokens left out between chunks, a stream), KVEDGE_E_UNSUPPORTED (the
+// plan's scorer needs no pass, or the model cannot take tokens back: recurrent layers), KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_replay_begin(kvedge_cache * kv, int32_t seq_id, const kvedge_replay_chunk * chunk, kvedge_error * err);
 
 // Removes the tokens since kvedge_replay_begin from the sequence and from llama.cpp's own memory. If all announced tokens came, the chunk

@@ -98,13 +98,16 @@ bool all_observed(const Sequence & seq, const Observation & wanted) {
 }
 
 kvedge_status score_pending(
-    const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err) try {
+    Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err) try {
     const int32_t T = seq.rows.pending_length();
-    if (T == 0) {
-        return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
+    if (T == 0 || seq.rows.evicting()) {
+        return fail(err, KVEDGE_E_STATE, "no prompt was added since the last compression; there is nothing to score");
     }
     if (!all_observed(seq, plan_observes(plan)) || !seq.observed.have().has(plan_observes(plan))) {
         return fail_unobserved(seq, plan, err);
+    }
+    if (!make_room(seq, { plan_observes(plan).columns }, 0)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     // scorers read plain rows, so quantised rows become plain in a copy
     std::unique_ptr<Sequence> plain;

@@ -68,6 +68,6 @@ const char * reads_rows(const kvedge_plan & plan);
 kvedge_status fail_unobserved(const Sequence & seq, const kvedge_plan & plan, kvedge_error * err);
 // Computes the scores [Hkv * T] of one layer's pending tokens. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
 kvedge_status score_pending(
-    const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err);
+    Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err);
 
 }  // namespace kvedge

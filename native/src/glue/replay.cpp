@@ -22,7 +22,10 @@ static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & 
     if (state.replay) {
         return fail_replaying(err);
     }
-    if (state.streaming || state.request || n == 0) {
+    if (state.verified) {
+        return fail_verifying(err);
+    }
+    if (state.streaming || state.request || n == 0 || state.seq->rows.evicting()) {
         return fail(err, KVEDGE_E_STATE, "a second pass needs an uncompressed prompt, but the prompt is a stream, bounded, or compressed "
                     "already; clear the sequence and read the prompt again");
     }
@@ -30,20 +33,24 @@ static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & 
         return fail(err, KVEDGE_E_ARGUMENT, "a chunk of tokens %d to %d with %d sinks and n_tokens %d does not fit a prompt of %d tokens; "
                     "use 0 <= first < last, and numbers within the prompt", chunk.first, chunk.last, chunk.sinks, chunk.n_tokens, n);
     }
-    if (chunk.first > 0 && chunk.first > state.replayed) {
+    const int32_t n_read = state.seq->observed.have().peaks ? state.replayed : 0;  // an older pass may have been dropped
+    if (chunk.first > n_read) {
         return fail(err, KVEDGE_E_STATE, "a chunk begins at token %d, but the second pass has read only %d tokens; read the chunks in "
-                    "order", chunk.first, state.replayed);
+                    "order", chunk.first, n_read);
     }
     return ok(err);
 }
 
-// Makes room for the scores of the pending tokens, without observations. False: no memory.
-static bool begin_anew(SequenceState & state, const Observation & wanted) {
+// Makes room for the scores of the pending tokens, which may be more than at the last chunk. anew: without the scores of earlier chunks.
+// False: no memory; the pass begins anew.
+static bool make_room(SequenceState & state, const Observation & wanted, bool anew) {
     Observed & seen = state.seq->observed;
-    state.replayed  = 0;
-    seen.drop_peaks();
-    int32_t & missing = seen.missing.of[quantity::peaks];
-    missing           = std::max(missing, 1);
+    if (anew) {
+        state.replayed = 0;
+        seen.drop_peaks();
+        int32_t & missing = seen.missing.of[quantity::peaks];
+        missing           = std::max(missing, 1);
+    }
     if (!make_room(*state.seq, peaks_of(wanted), 0)) {
         seen.drop_peaks();
         return false;
@@ -69,7 +76,7 @@ extern "C" kvedge_status kvedge_replay_begin(
         auto              replay = std::make_unique<Replay>();
         *replay                  = { { chunk->first, chunk->last, chunk->sinks, n, wanted.within },
                                      state.seq->rows.n_tokens(), chunk->n_tokens, state.has_uncompressed_prompt, state.prev_output, false };
-        if (chunk->first == 0 && !begin_anew(state, wanted)) {
+        if (!make_room(state, wanted, chunk->first == 0)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
         }
         state.seq->observed.keep_first(chunk->sinks);

@@ -32,6 +32,9 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
     whole_files(model, folder);
     bounded_prompts(model);
     second_passes(model);
+    passes_in_parts(model);
+    passes_alone(model);
+    scores_of_a_stream(model);
     step("drafts");
     drafts(model, folder);
 }

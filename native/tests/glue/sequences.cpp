@@ -330,3 +330,63 @@ void second_passes(llama_model * model) {
     all.clear();
     CHECK(kvedge_replay_begin(all.kv, 0, &chunk, &err) == KVEDGE_E_STATE);
 }
+
+// More of the prompt may come between the chunks of a pass, and an older pass that was dropped counts no more.
+void passes_in_parts(llama_model * model) {
+    Plan          plan({ { "scorer", "replay" }, { "scorer.source", "repeat" }, { "budget", "0.5" } }), full({});
+    World         w(model, plan.plan);
+    kvedge_error  err{};
+    const int32_t n = PROMPT, all = 3 * n;
+    CHECK(w.decode(words(model, n, 1)) == 0 && read_chunk(w, { 0, n, 2, 8 }, 8, 1) == KVEDGE_OK);
+    CHECK(w.decode(words(model, all - n, 2)) == 0 && read_chunk(w, { n, all, 2, 8 }, 8, 3) == KVEDGE_OK);
+    CHECK(w.good(kvedge_compress(w.kv, 0, &err), err));
+    const auto kept = w.kept(0, 0);
+    CHECK((int32_t) kept.size() == all / 2 && kept.front() < n && kept.back() >= n);
+    CHECK(kvedge_set_plan(w.kv, full.plan, &err) == KVEDGE_OK && w.decode(words(model, 40, 4)) == 0);
+    CHECK(kvedge_set_plan(w.kv, plan.plan, &err) == KVEDGE_OK && read_chunk(w, { 0, 40, 2, 8 }, 8, 5) == KVEDGE_OK);
+    CHECK(llama_memory_seq_rm(w.memory(), 0, all, -1) && kvedge_compress(w.kv, 0, &err) == KVEDGE_OK);
+    w.next[0] = all;
+    CHECK(w.decode(words(model, 40, 6)) == 0 && read_chunk(w, { 20, 40, 2, 8 }, 8, 7) == KVEDGE_E_STATE);
+}
+
+// A second pass, a verification and a new choice change the same rows, so only one of them is possible at a time.
+void passes_alone(llama_model * model) {
+    Plan                      plan({ { "scorer", "replay" }, { "scorer.source", "repeat" }, { "budget", "0.25" } }), full({});
+    World                     w(model, full.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    kvedge_error              err{};
+    const kvedge_replay_chunk chunk = { 0, 3, 0, 4 };
+    CHECK(kvedge_keep(w.kv, KVEDGE_KEEP_MEMORY, nullptr, 0, KVEDGE_TYPE_F16, &err) == KVEDGE_OK);
+    CHECK(w.decode(words(model, PROMPT, 1)) == 0 && kvedge_compress(w.kv, 0, &err) == KVEDGE_OK);
+    w.answer(3);
+    CHECK(kvedge_set_plan(w.kv, plan.plan, &err) == KVEDGE_OK && kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_OK);
+    CHECK(kvedge_replay_begin(w.kv, 0, &chunk, &err) == KVEDGE_E_STATE && kvedge_verify_end(w.kv, 0, 0, &err) == KVEDGE_OK);
+    CHECK(w.good(kvedge_replay_begin(w.kv, 0, &chunk, &err), err) && w.decode(words(model, 2, 2)) == 0);
+    CHECK(kvedge_choose_again(w.kv, 0, &err) == KVEDGE_E_STATE && kvedge_verify_begin(w.kv, 0, 2, &err) == KVEDGE_E_STATE);
+    CHECK(w.decode(words(model, 2, 3)) == 0 && w.good(kvedge_replay_end(w.kv, 0, &err), err));
+    CHECK(w.kept(0, 0).size() == PROMPT + 3);
+
+    // the heads of an answer that a decode policy bounds hold different tokens
+    Plan               heavy({ { "scorer", "cumulative" }, { "budget", "0.5" }, { "decode", "heavy-hitter" } });
+    World              bounded(model, heavy.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    std::vector<float> scores(4 * PROMPT);
+    CHECK(bounded.decode(words(model, PROMPT, 1)) == 0);
+    bounded.answer(40);
+    CHECK(kvedge_pending_scores(bounded.kv, 0, 0, scores.data(), 4 * PROMPT, &err) == KVEDGE_E_STATE);
+    CHECK(kvedge_set_plan(bounded.kv, plan.plan, &err) == KVEDGE_OK);
+    CHECK(kvedge_replay_begin(bounded.kv, 0, &chunk, &err) == KVEDGE_E_STATE);
+}
+
+// In a stream, tokens that the scorer did not observe have no sum of attention.
+void scores_of_a_stream(llama_model * model) {
+    Plan               plan({ { "scorer", "cumulative" }, { "budget", "32" } }), full({});
+    World              w(model, plan.plan, KVEDGE_TYPE_F16, KVEDGE_DEVICES_NONE);
+    kvedge_error       err{};
+    constexpr int32_t  n = 32 + 200;
+    std::vector<float> scores(4 * n, 1.0f);
+    CHECK(w.decode(words(model, PROMPT, 1)) == 0 && w.good(kvedge_compress_stream(w.kv, 0, &err), err));
+    CHECK(kvedge_set_plan(w.kv, full.plan, &err) == KVEDGE_OK);
+    w.answer(200);
+    CHECK(kvedge_set_plan(w.kv, plan.plan, &err) == KVEDGE_OK);
+    CHECK(w.good(kvedge_pending_scores(w.kv, 0, 0, scores.data(), 4 * n, &err), err) && scores[0] > 0.0f);
+    CHECK(std::all_of(scores.begin() + 32, scores.begin() + n, [](float x) { return x == 0.0f; }));
+}
