@@ -144,7 +144,7 @@ class BrokenRuleError(KvedgeError, AssertionError):
     """A method that breaks a rule of `kvedge methods --check`."""
 
 
-_MOST_SHOWN = 2000  # most characters of a message
+_MAX_SHOWN = 2000  # most characters of a message
 
 
 def printable(text: str) -> str:
@@ -159,7 +159,7 @@ def one_line(message: object) -> str:
     except Exception:
         text = f"{type(message).__name__} (its text is not available)"
     text = " ".join(printable(" ".join(text.split())).split())
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]}"
 
 
 def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()) -> UnknownNameError:

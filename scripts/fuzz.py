@@ -33,7 +33,7 @@ PYTHON = ("gguf", "mmproj", "plan_json", "profile", "dataset", "note", "image", 
 FIRST = {"model_file": "gguf", "mmproj_file": "mmproj"}  # targets that use the first inputs of another target
 SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
 VERSIONS = ("", *(f"-{n}" for n in range(22, 13, -1)))
-LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # limits of an input: seconds, MiB of memory, bytes
+LONGEST, MAX_MIB, LARGEST = 10, 1024, 16384  # limits of an input: seconds, MiB of memory, bytes
 ENOUGH = 5  # number of findings after which a target is not started again
 # Inputs per second of each target on one of two busy processors. With --seed, a target tries at most this number times
 # its seconds: a faster machine finds no more, a slower machine tries only the first inputs.
@@ -129,7 +129,7 @@ class Run:
         script = str(ROOT / "scripts" / "fuzz_python.py")
         native = self.programs is not None and target in NATIVE
         program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
-        return [*program, f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
+        return [*program, f"-timeout={LONGEST}", f"-rss_limit_mb={MAX_MIB}", f"-max_len={LARGEST}"]
 
     def command(self, target: str, seconds: float, seed: int, runs: int) -> list[str]:
         """Returns the command of one run. runs: the largest number of inputs; -1: no limit."""

@@ -19,7 +19,7 @@ from waits import until
 import pykvedge
 from kvedge_lab import progress
 from kvedge_lab.bench import machine, plot, runner, table, timeline
-from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
+from kvedge_lab.bench.matrix import MAX_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from kvedge_lab.bench.measure import Repetition, make_prompt
 from kvedge_lab.bench.runner import Group, Outcome, run
 from kvedge_lab.commands.common import as_csv
@@ -431,7 +431,7 @@ def test_bad_input(refused, tiny, tmp_path):
 def test_short_rounds_are_followed_by_more(tiny, native):
     model, variants = ModelFiles(tiny("llama").model), [Variant("h2o", pykvedge.plan("h2o", 0.5))]
     [group] = measured([model], [Shape(20)], variants, repeat=1, fill_s=600.0, generate=1).groups
-    assert [len(found) for found in group.rounds.values()] == [MOST_ROUNDS] * 2
+    assert [len(found) for found in group.rounds.values()] == [MAX_ROUNDS] * 2
     [group] = measured([model], [Shape(20)], variants, repeat=1, fill_s=1e-9, generate=1).groups
     assert [len(found) for found in group.rounds.values()] == [1] * 2
 

@@ -20,7 +20,7 @@ from pdfs import COLOURS, document, fill, of_pictures, pdf, stream
 import pykvedge
 from pykvedge import CancelledError, ImageError, KvedgeError, Message, UsageError
 from pykvedge.models import documents, pdf_worker
-from pykvedge.models.documents import MOST_PAGES, PageSize, load_pictures, pages, ranges
+from pykvedge.models.documents import MAX_PAGES, PageSize, load_pictures, pages, ranges
 from pykvedge.models.gguf import Header
 from pykvedge.models.imagetokens import image_grid, token_limits
 from pykvedge.runtime.stream import segments
@@ -228,7 +228,7 @@ def test_drawing_that_takes_too_long_is_ended(monkeypatch, children):
 
 def test_who_stops_looking_leaves_no_program_behind(children):
     for taken in (0, 1, 2):
-        some = pages(document(*[fill("red")] * MOST_PAGES), size=PageSize())
+        some = pages(document(*[fill("red")] * MAX_PAGES), size=PageSize())
         for _ in range(taken):
             next(some)
         some.close()

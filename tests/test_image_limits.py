@@ -15,7 +15,7 @@ from pykvedge.models.documents import PageSize
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import Header, Tensor, read_header
 from pykvedge.models.images import Picture, scaled_size
-from pykvedge.models.imagetokens import MOST_TOKENS, ImageGrid, image_grid, token_limits
+from pykvedge.models.imagetokens import MAX_TOKENS, ImageGrid, image_grid, token_limits
 from pykvedge.models.vision import ImagePiece, Vision
 
 FEW = Sampling(max_tokens=3)
@@ -96,7 +96,7 @@ def test_a_larger_least_enlarges(qwen, picture_file):
 
 def test_limits_that_cannot_be(tiny, native, refused, picture_file):
     llava, llama, qwen = tiny("llava"), tiny("llama"), tiny("qwen2vl")
-    for wrong in ({"image_min_tokens": -1}, {"image_max_tokens": MOST_TOKENS + 1}, {"image_max_tokens": 2.5}):
+    for wrong in ({"image_min_tokens": -1}, {"image_max_tokens": MAX_TOKENS + 1}, {"image_max_tokens": 2.5}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             pykvedge.Settings(**wrong)
     steps = []

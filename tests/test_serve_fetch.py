@@ -214,7 +214,7 @@ def test_redirects_are_looked_at_and_counted(host):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_size_is_bounded_whatever_the_host_says(host, monkeypatch, told):
-    monkeypatch.setattr(fetching, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(fetching, "MAX_BYTES", 1 << 20)
     sent = []
 
     def said(connection, path):
@@ -305,7 +305,7 @@ def test_the_file_of_a_picture_is_bounded(monkeypatch, tmp_path):
     file = tmp_path / "a.png"
     for more in (0, 1):
         data = PICTURE + bytes(300 + more - len(PICTURE) % 300)
-        monkeypatch.setattr(pictures, "MOST_BYTES", len(data) - more)
+        monkeypatch.setattr(pictures, "MAX_BYTES", len(data) - more)
         file.write_bytes(data)
         for url in (data_url(data + bytes(3 * more)), file.as_uri()):
             if more:

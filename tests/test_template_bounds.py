@@ -11,8 +11,8 @@ from waits import until
 
 from pykvedge.errors import ModelError
 from pykvedge.models import sandbox
-from pykvedge.models.prompt import FALLBACK, MOST_SOURCE, ChatTemplate, Message, is_plain
-from pykvedge.models.template_worker import MOST_OUTPUT, NativeTemplate
+from pykvedge.models.prompt import FALLBACK, MAX_SOURCE, ChatTemplate, Message, is_plain
+from pykvedge.models.template_worker import MAX_OUTPUT, NativeTemplate
 
 LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MANY = "{% for i in range(99999) %}"
@@ -31,7 +31,7 @@ HOSTILE = {
     "brackets": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
     "lists": "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
     "conditions": "{% if a %}" * 5000 + "{% endif %}" * 5000,
-    "a large template": "a" * (MOST_SOURCE + 1),
+    "a large template": "a" * (MAX_SOURCE + 1),
     "digits": "{{ " + "9" * 100_000 + " }}",
 }
 LIKE_OTHERS = ("a long list", "a long text, bit by bit", "a wide margin", "a loop that calls itself", "lists", "digits")
@@ -57,7 +57,7 @@ def test_a_template_without_end_is_ended(source, monkeypatch, children):
 def test_output_without_end_of_a_plain_template_is_ended():
     template = ChatTemplate("{{ messages[0].content }}" * 100, "", "")
     with pytest.raises(ModelError, match="its output has more than"):
-        template.first([Message("user", "a" * (MOST_OUTPUT // 50))], "")
+        template.first([Message("user", "a" * (MAX_OUTPUT // 50))], "")
 
 
 def test_chat_says_so_in_one_line(kvedge, tmp_path):

@@ -66,7 +66,7 @@ class Variant:
         return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "") + kept
 
 
-MOST_ROUNDS = 25
+MAX_ROUNDS = 25
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Matrix:
     shapes: list[Shape]
     variants: list[Variant]
     repeat: int = 5  # rounds
-    fill_s: float = 0.0  # if a prompt's rounds take less in total, more rounds follow, up to MOST_ROUNDS
+    fill_s: float = 0.0  # if a prompt's rounds take less in total, more rounds follow, up to MAX_ROUNDS
     generate: int = 32  # tokens per repetition
     threads: int = 0
     offload: Offload = field(default_factory=Offload)

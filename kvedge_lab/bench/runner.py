@@ -12,7 +12,7 @@ from typing import Any
 
 from kvedge_lab.bench import machine
 from kvedge_lab.bench.machine import Bandwidth, Watch
-from kvedge_lab.bench.matrix import MOST_ROUNDS, STOCK, Matrix, ModelFiles, Shape, Variant
+from kvedge_lab.bench.matrix import MAX_ROUNDS, STOCK, Matrix, ModelFiles, Shape, Variant
 from kvedge_lab.bench.measure import Loaded, Prompt, Repetition, again, figures, make_prompt, repetition
 from kvedge_lab.bench.timeline import Trace, trace
 from kvedge_lab.jsonlines import JsonLines
@@ -209,7 +209,7 @@ class _Bench:
         last, started = self.matrix.repeat, time.monotonic()
         for turn in range(last + 1):
             yield turn, last + 1 - turn
-        while last < MOST_ROUNDS and time.monotonic() - started < self.matrix.fill_s:
+        while last < MAX_ROUNDS and time.monotonic() - started < self.matrix.fill_s:
             last += 1
             self.display.skip(-n_variants)
             yield last, 1

@@ -41,7 +41,7 @@ from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
 
 SMALLEST = 1 / 128  # the first point, as a share of the prompt
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 METHOD = "snapkv"  # this method protects nothing and merges nothing
 SAME = 1e-6  # nats: a smaller difference is rounding
 Place = tuple[int, int]  # (layer of the model, KV head)
@@ -189,8 +189,8 @@ def setup_for(
     """
     if not 0 < baseline < 1:
         raise UsageError(f"--baseline must be a share of the prompt above 0 and below 1, not {baseline:g}")
-    if not 2 <= n_points <= MOST_POINTS:
-        raise UsageError(f"--points must be 2 to {MOST_POINTS}, not {n_points}")
+    if not 2 <= n_points <= MAX_POINTS:
+        raise UsageError(f"--points must be 2 to {MAX_POINTS}, not {n_points}")
     if not ways or not set(ways) <= {CONVERSATION, CONTEXT} or len(set(ways)) < len(ways):
         raise UsageError(
             f"--compress must be {CONVERSATION}, {CONTEXT}, or both separated by a comma, not {','.join(ways)!r}"

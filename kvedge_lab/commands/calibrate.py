@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pykvedge.plans.profile import Profile
 
 KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
-MOST_QUESTIONS = 3  # number of different questions about every image of the scenes
+MAX_QUESTIONS = 3  # number of different questions about every image of the scenes
 SCORER = "mixkv"  # the scorer whose curves serve other scorers best
 N_OUTPUTS = 64  # tokens of an answer in one pass; each needs a row of logits
 _OPTIONS = (
@@ -211,8 +211,8 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     check_targets(wanted)
     scorer = scorer or (SCORER if method == METHOD else None)
     setup = setup_for(scorer, baseline, points, wanted, method, ways, options.changes(given))
-    if not 1 <= given["questions"] <= MOST_QUESTIONS:
-        raise UsageError(f"--questions must be 1 to {MOST_QUESTIONS}, not {given['questions']}")
+    if not 1 <= given["questions"] <= MAX_QUESTIONS:
+        raise UsageError(f"--questions must be 1 to {MAX_QUESTIONS}, not {given['questions']}")
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of losses: add --save FILE")
     model, values, found = _measured(given, setup, seed, samples)

@@ -27,7 +27,7 @@ from pykvedge.errors import (
 from pykvedge.library import libkvedge
 from pykvedge.models import profiles, tuned
 from pykvedge.models.composer import Composer
-from pykvedge.models.documents import MOST_PAGES, MOST_STREAMED, PageSize, load_pictures
+from pykvedge.models.documents import MAX_PAGES, MAX_STREAMED, PageSize, load_pictures
 from pykvedge.models.images import Picture, notes
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
@@ -150,7 +150,7 @@ class Session(Closing, Conversation):
         self._end_answer()
         if not isinstance(prompt, str):
             raise UsageError(f"the prompt must be text, not {prompt!r:.40}")
-        most = MOST_STREAMED if self.settings.stream else MOST_PAGES
+        most = MAX_STREAMED if self.settings.stream else MAX_PAGES
         loaded = load_pictures(images, self.page_size, most, self.stop)
         pictures = list(itertools.islice(loaded, places(prompt) + 1 if self.settings.stream else None))
         self._frames = itertools.chain(pictures, loaded)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pykvedge.errors import GrammarError
 
 DEEPEST = 500  # most nested rules, with groups; llguidance recurses this deep
-_MOST_TIMES = 100_000  # most repetitions
+_MAX_TIMES = 100_000  # most repetitions
 _MOST = 20_000  # most characters in literals and classes, plus names
 _SHOWN = 40  # characters of a grammar shown in an error
 _HEX = {"x": 2, "u": 4, "U": 8}
@@ -220,8 +220,8 @@ class _Reader:
         elif found := _TIMES.match(self.text, self.at):
             least = found[1]
             most = least if not found[2] else found[3]
-            if max(len(least), len(most)) > 9 or max(int(least), int(most or 0)) > _MOST_TIMES:
-                raise self.refuse(f"more than {_MOST_TIMES} repetitions")
+            if max(len(least), len(most)) > 9 or max(int(least), int(most or 0)) > _MAX_TIMES:
+                raise self.refuse(f"more than {_MAX_TIMES} repetitions")
             if most and int(most) < int(least):
                 raise self.refuse("the least number of repetitions is above the largest number")
             self.at, times = found.end(), f"{{{int(least)},{most and int(most)}}}"

@@ -45,7 +45,7 @@ _UNHEEDED = ("deprecated", "contentSchema", "$vocabulary")  # do not restrict va
 
 
 # larger values take llguidance long: it compares patterns in pairs, and intersects them
-_MOST_PATTERNS, _MOST_PROPERTIES, _LARGEST_MULTIPLE = 8, 2000, 10_000
+_MAX_PATTERNS, _MAX_PROPERTIES, _LARGEST_MULTIPLE = 8, 2000, 10_000
 
 
 def prepared(schema: str) -> str:
@@ -95,8 +95,8 @@ def _check_common(schemas: list[tuple[dict[str, Any], str]]) -> None:
     for one, name in schemas:
         texts[name].update(f"{word} {one[word]}" for word in ("pattern", "format") if isinstance(one.get(word), str))
         factors[name] = math.lcm(factors[name], _digits(one.get("multipleOf")))
-    if any(len(found | texts[""]) > _MOST_PATTERNS for found in list(texts.values())):
-        raise GrammarError(f"more than {_MOST_PATTERNS} patterns for one text are not supported")
+    if any(len(found | texts[""]) > _MAX_PATTERNS for found in list(texts.values())):
+        raise GrammarError(f"more than {_MAX_PATTERNS} patterns for one text are not supported")
     if any(math.lcm(factor, factors[""]) > _LARGEST_MULTIPLE for factor in list(factors.values())):
         raise GrammarError("several multipleOf for one number are not supported")
 
@@ -111,10 +111,10 @@ def _digits(multiple: Any) -> int:
 
 def _check(one: dict[str, Any]) -> None:
     patterns, named = one.get("patternProperties"), one.get("properties")
-    if isinstance(patterns, dict) and len(patterns) > _MOST_PATTERNS:
-        raise GrammarError(f"more than {_MOST_PATTERNS} patternProperties are not supported")
-    if isinstance(named, dict) and len(named) > _MOST_PROPERTIES:
-        raise GrammarError(f"an object with more than {_MOST_PROPERTIES} properties is not supported")
+    if isinstance(patterns, dict) and len(patterns) > _MAX_PATTERNS:
+        raise GrammarError(f"more than {_MAX_PATTERNS} patternProperties are not supported")
+    if isinstance(named, dict) and len(named) > _MAX_PROPERTIES:
+        raise GrammarError(f"an object with more than {_MAX_PROPERTIES} properties is not supported")
     if _digits(one.get("multipleOf")) > _LARGEST_MULTIPLE:
         raise GrammarError(f"a multipleOf with more digits than {_LARGEST_MULTIPLE} is not supported")
     least, required = one.get("minProperties"), one.get("required")

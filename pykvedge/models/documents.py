@@ -34,13 +34,13 @@ from pykvedge.system.files import require_file
 if TYPE_CHECKING:
     from pykvedge.models.images import ImageSources
 
-MOST_PAGES = 64  # pages of a document that are loaded at once
-MOST_STREAMED = 10_000  # pages of a document that are drawn and read one by one
+MAX_PAGES = 64  # pages of a document that are loaded at once
+MAX_STREAMED = 10_000  # pages of a document that are drawn and read one by one
 SECONDS = 30.0  # time limit of a document; of a page, if pages are read one by one
 DPI = 200  # largest resolution of a page: the usual resolution of scanners
 _RANGE = re.compile(r"\s*(\d{1,7})\s*(?:(-)\s*(\d{1,7})?\s*)?", re.ASCII)
-_MOST_RANGES = 64
-_MOST_HEADER = 1 << 12  # bytes of a page's header
+_MAX_RANGES = 64
+_MAX_HEADER = 1 << 12  # bytes of a page's header
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _loaded(
         return [load_picture(source, name, size.pixels if size is not None else 0)]
     if hasattr(source, "read"):
         source, name = read_stream(source, name or "image")
-    name, most = Path(name or "the document").name, most or MOST_PAGES
+    name, most = Path(name or "the document").name, most or MAX_PAGES
     return pages(source, size=size, name=name, most=most, stop=stop)
 
 
@@ -124,7 +124,7 @@ def ranges(pages: str) -> list[tuple[int, int | None]]:
         found = _RANGE.fullmatch(part)
         first = int(found[1]) if found else 0
         last = None if found is None or (found[2] and not found[3]) else int(found[3] or first)
-        if first < 1 or (last is not None and last < first) or len(out) == _MOST_RANGES:
+        if first < 1 or (last is not None and last < first) or len(out) == _MAX_RANGES:
             raise UsageError(f"pages must be numbers from 1 or ranges, for example [2], [3-7] or [1,4-6], not "
                              f"[{pages:.40}]")  # fmt: skip
         out.append((first, last))
@@ -137,7 +137,7 @@ def pages(
     size: PageSize | None = None,
     *,
     name: str = "",
-    most: int = MOST_PAGES,
+    most: int = MAX_PAGES,
     stop: threading.Event | None = None,
 ) -> Iterator[Picture]:
     """Yields pages of a PDF as pictures: upright, in colour, with notes and filled forms, on white.
@@ -188,7 +188,7 @@ def _pages(
                 picture = _next(process, what, document)
                 if picture is None and process.wait() != 0 and not why:
                     why.append("drawing its pages crashed")
-            left = SECONDS if request["most"] > MOST_PAGES else max(left - (time.monotonic() - began), 0.1)
+            left = SECONDS if request["most"] > MAX_PAGES else max(left - (time.monotonic() - began), 0.1)
             if stop is not None and stop.is_set():
                 raise CancelledError
             if picture is None:
@@ -219,7 +219,7 @@ def _drawing(source: Path | bytes, what: str, request: dict[str, Any]) -> Iterat
 def _next(process: subprocess.Popen[bytes], what: str, document: str) -> Picture | None:
     """Reads a page from pdf_worker.py. Returns None at the end. Raises ImageError, UsageError."""
     pipe: IO[bytes] = process.stdout or io.BytesIO()
-    line = pipe.readline(_MOST_HEADER)
+    line = pipe.readline(_MAX_HEADER)
     if not line.endswith(b"\n"):
         return None
     try:

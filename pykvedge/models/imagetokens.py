@@ -32,7 +32,7 @@ _LIMITS = {
     **dict.fromkeys(("gemma4v", "gemma4uv"), (70, 1120)),
     "minimax_m3": (8, 576),
 }
-MOST_TOKENS = 1 << 14  # largest limit that the user may ask for: an encoder's work grows with the square of tokens
+MAX_TOKENS = 1 << 14  # largest limit that the user may ask for: an encoder's work grows with the square of tokens
 
 
 @dataclass(frozen=True)

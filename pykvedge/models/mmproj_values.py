@@ -49,7 +49,7 @@ _SCALARS |= {f"clip.{tower}.{name}": _U32 for tower in ("vision", "audio") for n
 _SCALARS["clip.audio.projector.window_size"] = _U32
 _ARRAYS = {"clip.vision.image_mean": _F32, "clip.vision.image_std": _F32}
 
-_MOST_LAYERS, _LARGEST_IMAGE, _LARGEST_PATCH = 4096, 8192, 65535
+_MAX_LAYERS, _LARGEST_IMAGE, _LARGEST_PATCH = 4096, 8192, 65535
 _LARGEST_TOKEN = 724  # side of one token in pixels: clip.cpp counts the pixels of 4,096 tokens in 31 bits
 
 
@@ -93,7 +93,7 @@ def read_tower(header: Header) -> Tower:
     n_embd, n_head = _count(header, "embedding_length", 1), _count(header, "attention.head_count", 0)
     n_head_kv = _count(header, "attention.head_count_kv", 0, default=n_head)
     head = _count(header, "attention.head_dim", 0, default=0)
-    n_layer = _count(header, "block_count", 0, _MOST_LAYERS)
+    n_layer = _count(header, "block_count", 0, _MAX_LAYERS)
     _count(header, "feed_forward_length", 0)
     if n_layer and not n_head:
         raise bad(header, "clip.vision.attention.head_count is 0")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import TOKENS, Header, Scalar
 
-_MOST_LAYERS, _MOST_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
 _ALIGNED = 32  # bytes: ggml refuses a mapped tensor at another offset
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _LISTS = ("tokenizer.ggml.merges", "tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.suppress_tokens")
@@ -34,8 +34,8 @@ def rotates_nothing(header: Header) -> bool:
 def _faults(header: Header) -> Iterator[str]:
     arch, values = header.architecture, header.values
     n_layer, predicting = values.get(f"{arch}.block_count"), _whole(header, "nextn_predict_layers")
-    if isinstance(n_layer, int) and not 1 <= n_layer <= _MOST_LAYERS:
-        yield f"{arch}.block_count is {n_layer}, but llama.cpp allows 1 to {_MOST_LAYERS} layers"
+    if isinstance(n_layer, int) and not 1 <= n_layer <= _MAX_LAYERS:
+        yield f"{arch}.block_count is {n_layer}, but llama.cpp allows 1 to {_MAX_LAYERS} layers"
     if isinstance(n_layer, int) and predicting > n_layer:
         yield f"{arch}.nextn_predict_layers is {predicting}, but the model has only {n_layer} layers"
     scaling = values.get(f"{arch}.rope.scaling.type", "none")
@@ -81,8 +81,8 @@ def _faults_of_experts(header: Header) -> Iterator[str]:
     used, chosen = max(_each(header, "expert_used_count"), default=0), _whole(header, "expert_group_used_count")
     if header.architecture.startswith("hunyuan") and n_experts <= 1:
         return
-    if n_experts > _MOST_EXPERTS:
-        yield f"the model has {n_experts} experts, but llama.cpp allows up to {_MOST_EXPERTS}"
+    if n_experts > _MAX_EXPERTS:
+        yield f"the model has {n_experts} experts, but llama.cpp allows up to {_MAX_EXPERTS}"
     if used > n_experts or (n_experts and not used):
         yield f"the model uses {used} of {n_experts} experts"
     if groups and (groups >= n_experts or (groups > 1 and (n_experts % groups or not 0 < chosen < groups))):

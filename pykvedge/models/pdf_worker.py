@@ -18,7 +18,7 @@ from pykvedge.errors import ImageError, UsageError
 from pykvedge.system.shown import counted
 
 MEMORY = 1 << 30  # bytes of address space
-MOST_INCHES = 200  # length of a side: the limit of the format
+MAX_INCHES = 200  # length of a side: the limit of the format
 _PASSWORD, _SECURITY = 4, 5  # PDFium's error numbers
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # Linux's CLONE_NEWUSER and CLONE_NEWNET
 
@@ -47,8 +47,8 @@ def chosen(ranges: list[list[int | None]], n_pages: int, most: int) -> list[int]
 def scale_of(size: tuple[float, float], request: dict[str, Any]) -> float:
     """Returns pixels per point: as many as the limits allow, and at most `dpi` per inch."""
     width, height = size
-    if not all(math.isfinite(side) and 0 < side <= 72 * MOST_INCHES for side in size):
-        raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the limit is {MOST_INCHES}")
+    if not all(math.isfinite(side) and 0 < side <= 72 * MAX_INCHES for side in size):
+        raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the limit is {MAX_INCHES}")
     fits = min(request["side"] / max(size), math.sqrt(request["pixels"] / (width * height)))
     return min(fits, request["dpi"] / 72) * (1 - 1e-6)  # sizes are rounded up
 

@@ -21,7 +21,7 @@ _FLASH = (64, 80, 96, 112, 128, 256)  # head sizes with flash attention (native/
 _BLOCKS = ("q8_0", "q4_0")  # quantised types that ggml has too
 _SUMS = 4 * (32 << 20)  # bytes for the sums of a prompt's attention (native/src/device/sums.cpp)
 _SPARE = 0.05  # share of a device's memory that is left for its driver
-_MOST_SPARE = 512 << 20
+_MAX_SPARE = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Share:
     @property
     def usable(self) -> int:
         """The bytes of the device's free memory that kvedge may use."""
-        return self.device.free_bytes - min(int(self.device.total_bytes * _SPARE), _MOST_SPARE)
+        return self.device.free_bytes - min(int(self.device.total_bytes * _SPARE), _MAX_SPARE)
 
     @property
     def fits(self) -> bool:

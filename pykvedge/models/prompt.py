@@ -16,7 +16,7 @@ from pykvedge.errors import ModelError, UsageError
 from pykvedge.models import sandbox
 from pykvedge.models.images import Picture
 from pykvedge.models.sandbox import Sandbox
-from pykvedge.models.template_worker import MOST_OUTPUT
+from pykvedge.models.template_worker import MAX_OUTPUT
 
 # most models without a template are trained on the conversation format of LLaVA-1.5 (Vicuna)
 FALLBACK = (
@@ -31,7 +31,7 @@ FALLBACK = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
-MOST_SOURCE = 1 << 20  # characters of a template
+MAX_SOURCE = 1 << 20  # characters of a template
 
 # The nodes of a plain template: loops only over messages, no variable that could grow, no product.
 _PLAIN: tuple[type[nodes.Node], ...] = (
@@ -123,7 +123,7 @@ def is_plain(source: str) -> bool:
 
     The template is parsed and not compiled, because jinja2 evaluates constants while it compiles.
     """
-    if len(source) > MOST_SOURCE:
+    if len(source) > MAX_SOURCE:
         raise ValueError(f"the template is too long: {len(source)} characters")
     try:
         return _is_plain(Environment(extensions=[loopcontrols]).parse(source), in_loop=False)
@@ -208,7 +208,7 @@ class ChatTemplate:
             "values": others,
         }
         try:
-            if self._plain and self._n_outputs * len(json.dumps(messages)) <= MOST_OUTPUT:
+            if self._plain and self._n_outputs * len(json.dumps(messages)) <= MAX_OUTPUT:
                 return self._plain.write(request)
             return self._sandbox.write(request)
         except ValueError as error:

@@ -31,7 +31,7 @@ from pykvedge.system.guard import undoing
 
 PATIENCE = 10.0  # seconds for one prompt
 _LOOK_S = 0.05  # seconds between two checks of the child's memory
-_MOST_ANSWER = 8 * template_worker.MOST_OUTPUT  # bytes of JSON, in which a character takes up to six
+_MAX_ANSWER = 8 * template_worker.MAX_OUTPUT  # bytes of JSON, in which a character takes up to six
 _START = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({worker!r}, run_name='__main__')"
 
 
@@ -153,7 +153,7 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, 
             with contextlib.suppress(OSError, ValueError):  # the child has ended
                 process.stdin.write(request)
                 process.stdin.flush()
-                line = process.stdout.readline(_MOST_ANSWER)
+                line = process.stdout.readline(_MAX_ANSWER)
     return line, why[0] if why else "the process of the template ended"
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-MOST_OUTPUT = 1 << 24  # characters of a prompt
+MAX_OUTPUT = 1 << 24  # characters of a prompt
 MEMORY = 1 << 29  # bytes of address space of a child process
 
 
@@ -53,8 +53,8 @@ class NativeTemplate:
     def write(self, request: Mapping[str, Any]) -> str:
         """Writes a prompt. request: the JSON object of kvedge_chat_write. Raises ValueError."""
         prompt = str(self._run("write", request))
-        if len(prompt) > MOST_OUTPUT:
-            raise ValueError(f"its output has more than {MOST_OUTPUT} characters")
+        if len(prompt) > MAX_OUTPUT:
+            raise ValueError(f"its output has more than {MAX_OUTPUT} characters")
         return prompt
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:

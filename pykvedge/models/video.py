@@ -20,7 +20,7 @@ from pykvedge.models.images import MAX_PIXELS, Picture
 from pykvedge.system.files import require_file
 
 _HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
-_MOST_HEADER = 64  # characters of a frame's header
+_MAX_HEADER = 64  # characters of a frame's header
 
 
 def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
@@ -74,7 +74,7 @@ def _next(pipe: IO[bytes], name: str) -> Picture | None:
     """Reads a picture in netpbm's format P6. Returns None at the end."""
     words: list[bytes] = []
     while len(words) < 4:  # P6, width, height, 255
-        line = pipe.readline(_MOST_HEADER)
+        line = pipe.readline(_MAX_HEADER)
         if not line and not words:
             return None
         words += line.split()

@@ -26,8 +26,8 @@ _CLEARER = {
     "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10": "the grammar is too large",
     "Unimplemented keys: ": "these keywords are not supported: ",
 }  # fmt: skip
-_MOST_KEPT = 32  # grammars kept for each model
-_MOST_SHOWN = 200  # characters shown of a grammar's error
+_MAX_KEPT = 32  # grammars kept for each model
+_MAX_SHOWN = 200  # characters shown of a grammar's error
 
 
 class Grammar:
@@ -152,7 +152,7 @@ def _kept(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
     if matcher.is_error():
         raise GrammarError(f"the {what} cannot be used: {_shown(matcher.get_error())}")
     made = kept[key] = what, matcher
-    for old in list(kept)[:-_MOST_KEPT]:
+    for old in list(kept)[:-_MAX_KEPT]:
         kept.pop(old, None)
     return made
 
@@ -184,4 +184,4 @@ def _shown(error: str) -> str:
     text = re.sub(r"^(at )?\d+\(\d+\): |failed to compile JSON schema: ", "", first)
     for said, meant in _CLEARER.items():
         text = text.replace(said, meant)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + " ..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."

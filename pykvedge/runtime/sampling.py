@@ -19,16 +19,16 @@ _REAL = {
     "presence_penalty": (-100.0, 100.0),
 }
 _POSITIVE = {"top_p": 1.0, "typical_p": 1.0, "repeat_penalty": 100.0}  # above 0, at most this value
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 _WHOLE = {
     "top_k": (0, 2**31 - 1, "be 0 (off) or more"),
     "seed": (0, 2**32 - 1, "lie between 0 and 4294967295"),
     "max_tokens": (1, 2**31 - 1, "lie between 1 and 2147483647"),
     "repeat_last_n": (0, 2**20, "lie between 0 (off) and 1048576"),
-    "logprobs": (0, MOST_LOGPROBS, f"lie between 0 and {MOST_LOGPROBS}"),
+    "logprobs": (0, MAX_LOGPROBS, f"lie between 0 and {MAX_LOGPROBS}"),
 }
 _LARGEST_BIAS = 1e6
-_MOST_STOPS, _LONGEST_STOP = 64, 1000  # number of stop texts, and characters of each
+_MAX_STOPS, _LONGEST_STOP = 64, 1000  # number of stop texts, and characters of each
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def _stop_texts(given: object) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or isinstance(texts, bytes) or not all(isinstance(t, str) for t in texts):
         raise UsageError(f"stop must be a text or a list of texts, not {given!r:.40}")
-    if not all(texts) or len(texts) > _MOST_STOPS or max(map(len, texts), default=0) > _LONGEST_STOP:
+    if not all(texts) or len(texts) > _MAX_STOPS or max(map(len, texts), default=0) > _LONGEST_STOP:
         raise UsageError(
-            f"stop takes up to {_MOST_STOPS} texts, each of 1 to {_LONGEST_STOP} characters; "
+            f"stop takes up to {_MAX_STOPS} texts, each of 1 to {_LONGEST_STOP} characters; "
             f"given: {len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} characters"
         )
     return tuple(texts)

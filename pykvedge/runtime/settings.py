@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from pykvedge.caches.encoded import IMAGE_CACHE
 from pykvedge.errors import KvedgeWarning, UsageError, check_number, unknown
-from pykvedge.models.imagetokens import MOST_TOKENS
+from pykvedge.models.imagetokens import MAX_TOKENS
 from pykvedge.models.offload import Offload
 from pykvedge.reference.kvtypes import KEEP_TYPES, KvType
 
@@ -254,8 +254,8 @@ class Settings:
     def _check_image_limits(self) -> None:
         for name in ("image_min_tokens", "image_max_tokens"):
             check_number(name, getattr(self, name))
-            if not 0 <= getattr(self, name) <= MOST_TOKENS:
-                raise UsageError(f"{name} must lie between 1 and {MOST_TOKENS}, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) <= MAX_TOKENS:
+                raise UsageError(f"{name} must lie between 1 and {MAX_TOKENS}, not {getattr(self, name)}")
         if 0 < self.image_max_tokens < self.image_min_tokens:
             raise UsageError(
                 f"image_min_tokens is {self.image_min_tokens}, more than image_max_tokens, {self.image_max_tokens}"

@@ -86,7 +86,7 @@ class ToolResultBlock(Wire):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[_Shown], Field(max_length=wire.MOST_PARTS)] | None = None
+    content: str | Annotated[list[_Shown], Field(max_length=wire.MAX_PARTS)] | None = None
 
 
 class ThinkingBlock(Wire):
@@ -104,7 +104,7 @@ _Block = Annotated[
 
 class AnthropicMessage(Wire):
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[_Block], Field(max_length=wire.MOST_PARTS)]
+    content: str | Annotated[list[_Block], Field(max_length=wire.MAX_PARTS)]
 
 
 class AnthropicTool(Wire):
@@ -126,9 +126,9 @@ class CountRequest(Wire):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=wire.MOST_MESSAGES)]
-    system: str | Annotated[list[TextBlock], Field(max_length=wire.MOST_PARTS)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=wire.MOST_TOOLS)] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=wire.MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Field(max_length=wire.MAX_PARTS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=wire.MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Object | None = None
     output_config: Object | None = None

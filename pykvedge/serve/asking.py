@@ -25,9 +25,9 @@ from pykvedge.serve.job import Prompt, Request
 from pykvedge.serve.pictures import Sources
 from pykvedge.serve.wire import ChatRequest, Compression, FilePart, ImagePart, Prompted, WireMessage
 
-MOST_PICTURES = 64
+MAX_PICTURES = 64
 _QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
-MOST_PIXELS = 100_000_000  # per request
+MAX_PIXELS = 100_000_000  # per request
 _HELD = 32 << 20  # bytes of pixels in memory per request; further pixels go to a file
 
 
@@ -201,17 +201,17 @@ class _Pictures:
 
     def room(self) -> int:
         """Returns how many more pictures the request may have. Raises RequestError if none."""
-        if len(self.all) >= MOST_PICTURES:
+        if len(self.all) >= MAX_PICTURES:
             raise RequestError(
-                400, f"{self.field}: a request may have at most {MOST_PICTURES} pictures", "too_many_images", self.field
+                400, f"{self.field}: a request may have at most {MAX_PICTURES} pictures", "too_many_images", self.field
             )
-        return MOST_PICTURES - len(self.all)
+        return MAX_PICTURES - len(self.all)
 
     def add(self, picture: Picture) -> Picture:
         """Adds a picture, and returns it; its pixels may move to a file. Raises RequestError, ImageError."""
         self.room()
-        if sum(one.in_file or one.width * one.height for one in [*self.all, picture]) > MOST_PIXELS:
-            most = MOST_PIXELS // 10**6
+        if sum(one.in_file or one.width * one.height for one in [*self.all, picture]) > MAX_PIXELS:
+            most = MAX_PIXELS // 10**6
             raise RequestError(
                 400,
                 f"{self.field}: the pictures of a request may have at most {most} million pixels together",

@@ -18,7 +18,7 @@ from pykvedge.models.prompt import IMAGE, PLACE
 
 _KEY = os.urandom(32)
 _MOST = 1 << 18  # most lines and pictures of all known conversations: about 20 MiB
-_MOST_LINES = 64  # most lines of text that replace a picture
+_MAX_LINES = 64  # most lines of text that replace a picture
 
 Outline: TypeAlias = tuple[bytes | str, ...]  # of a message: a hash per line of text, and the key of each picture
 _Known: TypeAlias = tuple[str, list[Outline]]  # of a conversation: hash of its frame, and outlines of its messages
@@ -52,7 +52,7 @@ def dropped(known: Outline, edited: Outline) -> list[bool] | None:
             return None
         if j < len(edited) and edited[j] == known[i] and (found := rest(i + 1, j + 1)) is not None:
             return [False, *found]
-        for end in range(j, min(j + _MOST_LINES, len(edited)) + 1):
+        for end in range(j, min(j + _MAX_LINES, len(edited)) + 1):
             if end > j and isinstance(edited[end - 1], str):
                 break
             if (found := rest(i + 1, end)) is not None:

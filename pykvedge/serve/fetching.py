@@ -21,7 +21,7 @@ import httpcore
 
 from pykvedge.errors import ImageError, RequestError
 
-MOST_BYTES = 20 << 20  # per picture
+MAX_BYTES = 20 << 20  # per picture
 _REQUEST_BYTES = 64 << 20  # all pictures of a request
 _REDIRECTS, _SECONDS = 3, 20.0  # redirects per picture; seconds for all pictures of a request
 _REQUESTS, _AT_ONCE = 32, 6  # requests that fetch at the same time; parallel downloads per request
@@ -109,8 +109,8 @@ async def _get(pool: httpcore.AsyncConnectionPool, url: str, left: list[int]) ->
             async for part in response.aiter_stream():
                 data += part
                 left[0] -= len(part)
-                if len(data) > MOST_BYTES or left[0] < 0:
-                    raise ImageError(f"a downloaded picture may have at most {MOST_BYTES >> 20} MiB, and all pictures "
+                if len(data) > MAX_BYTES or left[0] < 0:
+                    raise ImageError(f"a downloaded picture may have at most {MAX_BYTES >> 20} MiB, and all pictures "
                                      f"of a request at most {_REQUEST_BYTES >> 20} MiB")  # fmt: skip
             return bytes(data)
     except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:

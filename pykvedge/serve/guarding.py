@@ -35,7 +35,7 @@ _FEW = 1 << 16  # bytes of pictures that routes without pictures tolerate
 # keys of an ASGI scope: owner of the request, bytes of pictures in its body, other bytes of its body
 OWNER, PICTURES, TEXT = "kvedge.owner", "kvedge.pictures", "kvedge.text"
 _KEY_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
-_MOST_KEYS = 4096
+_MAX_KEYS = 4096
 LOCAL = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?")  # origins on this machine
 
 
@@ -271,6 +271,6 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         names.update(name)
         owner = f"name {name[0]}" if name else f"key {secret}"
         keys[secret] = Key(secret, hashlib.sha256(f"kvedge {owner}".encode()).hexdigest()[:32])
-    if not 1 <= len(keys) <= _MOST_KEYS:
-        raise UsageError(f"--key-file {path} must have 1 to {_MOST_KEYS} keys, one per line")
+    if not 1 <= len(keys) <= _MAX_KEYS:
+        raise UsageError(f"--key-file {path} must have 1 to {_MAX_KEYS} keys, one per line")
     return tuple(keys.values())

@@ -22,7 +22,7 @@ from pykvedge.serve.guarding import OWNER
 from pykvedge.serve.service import Service, parsed_requests
 from pykvedge.serve.wire import ChatRequest, Wire
 
-_MOST_TEXT = 1 << 19  # most characters or tokens to convert at once
+_MAX_TEXT = 1 << 19  # most characters or tokens to convert at once
 _OFF = {"mirostat": 0, "dynatemp_range": 0.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "adaptive_target": -1.0,
         "adaptive_decay": 0.0}  # samplers of llama-server that are not here
 _ANY_SEED = 2**32 - 1  # llama.cpp's value for a new random seed per answer
@@ -126,7 +126,7 @@ class TokenizeRequest(Wire):
 class DetokenizeRequest(Wire):
     """The body of POST /detokenize."""
 
-    tokens: Annotated[list[int], Field(max_length=_MOST_TEXT)]
+    tokens: Annotated[list[int], Field(max_length=_MAX_TEXT)]
 
 
 async def tokenize(service: Service, http: HttpRequest, given: TokenizeRequest) -> Response:
@@ -135,8 +135,8 @@ async def tokenize(service: Service, http: HttpRequest, given: TokenizeRequest) 
 
 def _tokens(model: Model, given: TokenizeRequest) -> list[Any]:
     parts = [given.content] if isinstance(given.content, str) else given.content
-    if sum(len(part) if isinstance(part, str) else 1 for part in parts) > _MOST_TEXT:
-        raise RequestError(400, f"content may have at most {_MOST_TEXT} characters and tokens", "too_large", "content")
+    if sum(len(part) if isinstance(part, str) else 1 for part in parts) > _MAX_TEXT:
+        raise RequestError(400, f"content may have at most {_MAX_TEXT} characters and tokens", "too_large", "content")
     out = list[int]()
     for i, part in enumerate(parts):
         is_text = isinstance(part, str)

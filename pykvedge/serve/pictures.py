@@ -18,7 +18,7 @@ from pykvedge.caches.memory import ByteCache
 from pykvedge.errors import ImageError, RequestError
 from pykvedge.models.documents import PageSize, named, pages
 from pykvedge.models.images import Picture, load_picture
-from pykvedge.serve.fetching import MOST_BYTES
+from pykvedge.serve.fetching import MAX_BYTES
 
 _KNOWN_BYTES = 64 << 20  # bytes of pixels kept for the next message
 # does not wait for a pipe, and does not follow a link that replaced the file
@@ -120,8 +120,8 @@ def _decoded(url: str, form: re.Pattern[str], how: str) -> bytes:
     if head is None:
         raise ImageError(how)
     text = url[head.end() :]
-    if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise ImageError(f"the file of a picture or document may have at most {MOST_BYTES >> 20} MiB")
+    if len(text) > MAX_BYTES * 4 // 3 + 4:
+        raise ImageError(f"the file of a picture or document may have at most {MAX_BYTES >> 20} MiB")
     try:
         if "%" in text:
             text = re.sub("%2[BbFf]|%3[Dd]|%0[AaDd]", lambda found: _ESCAPED[found[0].lower()], text)
@@ -150,10 +150,10 @@ def _read(path: Path, name: str) -> bytes:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode):
                 raise ImageError(f"{name}: {path.name:.100} is not a regular file")
-            if facts.st_size > MOST_BYTES:
-                raise ImageError(f"{name}: the file of a picture may have at most {MOST_BYTES >> 20} MiB")
+            if facts.st_size > MAX_BYTES:
+                raise ImageError(f"{name}: the file of a picture may have at most {MAX_BYTES >> 20} MiB")
             with os.fdopen(handle, "rb", closefd=False) as file:
-                return file.read(MOST_BYTES)
+                return file.read(MAX_BYTES)
         finally:
             os.close(handle)
     except OSError as error:

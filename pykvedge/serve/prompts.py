@@ -19,16 +19,16 @@ from starlette.responses import JSONResponse, Response
 from pykvedge.errors import RequestError
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
-from pykvedge.runtime.sampling import MOST_LOGPROBS
+from pykvedge.runtime.sampling import MAX_LOGPROBS
 from pykvedge.serve import completions, errors
 from pykvedge.serve.completions import FINISH, Events, EventStream, Progress
 from pykvedge.serve.job import Done, Text
 from pykvedge.serve.llama import sampling_settings
 from pykvedge.serve.service import Service
 from pykvedge.serve.waiting import Waiting
-from pykvedge.serve.wire import MOST_PARTS, Limit, Prompted, Sampled, Wire
+from pykvedge.serve.wire import MAX_PARTS, Limit, Prompted, Sampled, Wire
 
-MOST_PROMPTS = 64  # per request
+MAX_PROMPTS = 64  # per request
 
 _Parts = Annotated[list[str | int], Field(min_length=1)]
 
@@ -37,7 +37,7 @@ class PromptObject(Wire):
     """A prompt with pictures: text with one media marker of /props per picture, and the files as base64."""
 
     prompt_string: str | _Parts
-    multimodal_data: Annotated[list[str], Field(max_length=MOST_PARTS)] | None = None
+    multimodal_data: Annotated[list[str], Field(max_length=MAX_PARTS)] | None = None
 
 
 _Prompt = str | PromptObject | Annotated[list[str | int | PromptObject | _Parts], Field(min_length=1)]
@@ -56,8 +56,8 @@ class _PromptRequest(Sampled):
                 why = "a list with token numbers may have only token numbers and texts"
                 raise errors.wrong("prompt", why)
             return [given]  # type: ignore[list-item]
-        if len(given) * (self.n or 1) > MOST_PROMPTS:
-            raise errors.wrong("prompt", f"a request may ask for at most {MOST_PROMPTS} answers")
+        if len(given) * (self.n or 1) > MAX_PROMPTS:
+            raise errors.wrong("prompt", f"a request may ask for at most {MAX_PROMPTS} answers")
         return given  # type: ignore[return-value]
 
     def cut(self, **changes: Any) -> list[Prompted]:
@@ -81,7 +81,7 @@ class LlamaRequest(_PromptRequest):
 
     n_predict: Limit | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=8)] | None = None
-    n_probs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     post_sampling_probs: bool = False
     cache_prompt: bool = True
     ignore_eos: bool = False
@@ -202,7 +202,7 @@ def _chosen(answer: dict[str, Any], fields: list[str]) -> dict[str, Any]:
 class CompletionRequest(_PromptRequest):
     """The body of POST /v1/completions."""
 
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None

@@ -44,7 +44,7 @@ class InputFile(wire.FileData):
 
 
 _Part = Annotated[InputText | InputImage | InputFile | RefusalPart, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], Field(max_length=wire.MOST_PARTS)]
+_Parts = Annotated[list[_Part], Field(max_length=wire.MAX_PARTS)]
 
 
 class MessageItem(Wire):
@@ -81,7 +81,7 @@ class ReasoningItem(Wire):
     """The assistant's thinking before the next item."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(max_length=wire.MOST_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=wire.MAX_PARTS)] | None = None
 
 
 _Item = Annotated[
@@ -114,16 +114,16 @@ class ResponsesRequest(Wire):
     """The body of POST /v1/responses. Nothing is stored: earlier messages come with the request."""
 
     model: str | None = None
-    input: str | Annotated[list[_Item], Field(min_length=1, max_length=wire.MOST_MESSAGES)]
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=wire.MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: wire.Count | None = None
     temperature: wire.Temperature | None = None
     top_p: wire.Share | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=wire.MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=wire.MAX_TOOLS)] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenTool | None, wire.KnownChoice] = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], Field(max_length=wire.MOST_PARTS)] | None = None
+    include: Annotated[list[str], Field(max_length=wire.MAX_PARTS)] | None = None
     top_logprobs: int | None = None
     metadata: Object | None = None
     reasoning: Object | None = None

@@ -20,7 +20,7 @@ from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer, Work
 
 _LAST_S = 60.0  # seconds for cancelled jobs to end
-_MOST_PIXEL_BYTES = 512 << 20  # bytes of pixels in waiting requests; a single request may have more
+_MAX_PIXEL_BYTES = 512 << 20  # bytes of pixels in waiting requests; a single request may have more
 _LOOK_S = 0.2  # seconds between two checks for cancelled jobs while nothing else happens
 
 
@@ -102,7 +102,7 @@ class Scheduler:
                 raise StateError("the server is shutting down and accepts no more requests")
             pixels = sum(other.picture_bytes for other in self._asked)
             full = len(self._asked) + len(self._ready) >= self.limits.queue
-            if full or (pixels and pixels + job.picture_bytes > _MOST_PIXEL_BYTES):
+            if full or (pixels and pixels + job.picture_bytes > _MAX_PIXEL_BYTES):
                 self.counts.sums["requests_refused"] += 1
                 if work is not None:
                     work.generation.close()

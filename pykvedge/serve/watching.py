@@ -20,7 +20,7 @@ from pykvedge.serve.service import Service
 from pykvedge.system import memory as process
 
 _LOOK_S = 0.25  # seconds between two checks for changes
-_MOST_WATCHERS = 32
+_MAX_WATCHERS = 32
 
 
 async def memory(service: Service, http: HttpRequest) -> Response:
@@ -77,7 +77,7 @@ async def forget(service: Service, http: HttpRequest) -> Response:
 
 async def events(service: Service, http: HttpRequest) -> Response:
     """GET /v1/kvedge/events: memory and active conversations, at once and after every change."""
-    if service.watchers >= _MOST_WATCHERS:
+    if service.watchers >= _MAX_WATCHERS:
         raise RequestError(503, "too many clients watch this server; try again later", "busy", retry_s=10)
     return EventStream(_changes(service, http))
 

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from pykvedge.errors import RequestError
 
-MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CHOICES, MOST_BIASES = 4096, 256, 128, 8, 4096
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_BIASES = 4096, 256, 128, 8, 4096
 
 Object: TypeAlias = dict[str, Any]
 
@@ -104,9 +104,9 @@ class WireMessage(Wire):
     """A message of the conversation. The role `function` and the field `function_call` are older names for tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[Part], Field(max_length=MOST_PARTS)] | None = None
+    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     function_call: Function | None = None
@@ -226,10 +226,10 @@ class Sampled(Wire):
     repeat_last_n: Annotated[int, Field(ge=-1, le=2**20)] | None = None  # -1: the whole answer
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
@@ -256,14 +256,14 @@ class Prompted(Sampled):
 class ChatRequest(Sampled):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, KnownChoice] = None
     modalities: list[Literal["text"]] | None = None
-    functions: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    functions: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None

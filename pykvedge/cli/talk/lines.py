@@ -11,7 +11,7 @@ from typing import Any
 
 BLOCK = '"""'  # begins and ends a message of several lines
 MORE = ". "  # prompt of the second and later lines
-MOST_CHARACTERS = 4000  # longer messages are not stored in the history
+MAX_CHARACTERS = 4000  # longer messages are not stored in the history
 
 Complete = Callable[[str], list[str]]  # line -> completions
 
@@ -87,7 +87,7 @@ def _editor(complete: Complete, history: Path | None) -> Callable[..., str]:
 
     class Kept(FileHistory):
         def store_string(self, string: str) -> None:
-            if len(string) <= MOST_CHARACTERS:
+            if len(string) <= MAX_CHARACTERS:
                 with suppress(OSError, UnicodeError):  # a full disk must not end the conversation
                     super().store_string(string)
 

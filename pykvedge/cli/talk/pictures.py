@@ -25,7 +25,7 @@ _SHELL = re.compile(r"""(?:'[^'\n]*'|"(?:\\.|[^"\\\n])*"|\\.|[^\s'"\\])+""")  # 
 _QUOTED = re.compile(r'"[^"\n]+"')  # dragged files on Windows
 _BLANKS = re.compile(rf"(?:~|\.{{0,2}}/|[A-Za-z]:[\\/]).{{1,1000}}?{_SUFFIX}(?!\w)", re.I)  # with unquoted blanks
 _CLOSING = ".,;:!?)]}'\"\u3002\uff1f\uff01\uff0c"  # after a path, these belong to the sentence
-_MOST, _MOST_CLOSING = 4096, 8  # characters of a path, and of the closing signs after it
+_MOST, _MAX_CLOSING = 4096, 8  # characters of a path, and of the closing signs after it
 _SENTENCE = re.compile(r"[\n.:;!?\u3002\uff1f\uff01][)'\"]?\s*\Z")  # a sentence ends here
 
 
@@ -99,7 +99,7 @@ def candidates(text: str, start: int, windows: bool = WINDOWS) -> Iterator[tuple
         if match is None or len(match.group()) > _MOST:
             continue
         whole = match.group().rstrip()
-        closing = min(len(whole) - len(whole.rstrip(_CLOSING)), _MOST_CLOSING)
+        closing = min(len(whole) - len(whole.rstrip(_CLOSING)), _MAX_CLOSING)
         for n in range(closing, -1, -1) if form is _URL else range(closing + 1):  # a URL may have a ? and go on
             written = whole[: len(whole) - n]
             with suppress(UsageError, ValueError, IndexError):  # an open quote, or an unknown home folder
