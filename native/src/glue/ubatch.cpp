@@ -98,6 +98,8 @@ bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
         why = "tokens were removed during a second pass over the prompt; call kvedge_replay_end and begin the pass again";
     } else if (state.verified && state.seq->rows.n_tokens() + run.n() > state.verified->n_old + state.verified->announced) {
         why = "a verification of drafts received more tokens than announced; call kvedge_verify_end first";
+    } else if (state.verified && state.has_uncompressed_prompt && plan_evicts(sequences_.plan_of(state.id))) {
+        why = "a decode policy that drops rows was set during a verification of drafts; call kvedge_verify_end first";
     }
     return why && context_.report(KVEDGE_E_STATE, why) != 0;
 }
@@ -106,7 +108,8 @@ bool Ubatch::refused(const llama_attn_provider_ubatch & of, const Run & run) {
 bool Ubatch::begin_answer(SequenceState & state) {
     devices_.wait();
     kvedge_error err{};
-    if (state.has_uncompressed_prompt && sequences_.auto_compress && compressor_.compress(state, &err) != KVEDGE_OK) {
+    const bool   begun = state.verified && state.seq->rows.n_tokens() > state.verified->n_old;  // its tokens stay as they are
+    if (state.has_uncompressed_prompt && sequences_.auto_compress && !begun && compressor_.compress(state, &err) != KVEDGE_OK) {
         context_.report(err.status, err.message);
         return false;
     }

@@ -203,6 +203,25 @@ void over_whole_rows(llama_model * model) {
     CHECK(kvedge_verify_whole(without.kv, 0, 2, &err) == KVEDGE_E_STATE);
 }
 
+// Settings that change during a verification do not touch its tokens.
+void other_settings(llama_model * model) {
+    Plan         plan({ { "scorer", "knorm" }, { "budget", "0.5" } }), dropping({ { "scorer", "knorm" }, { "budget", "0.5" }, { "decode", "sliding" } });
+    kvedge_error err{};
+    World        w(model, plan.plan);
+    CHECK(w.decode(words(model, PROMPT, 3)) == 0 && w.good(kvedge_verify_begin(w.kv, 0, 4, &err), err));
+    CHECK(kvedge_set_auto_compress(w.kv, false, &err) == KVEDGE_OK && w.decode_each(words(model, 2, 4)) == 0);
+    CHECK(kvedge_set_auto_compress(w.kv, true, &err) == KVEDGE_OK && w.decode_each(words(model, 2, 5)) == 0);
+    CHECK(w.good(kvedge_verify_end(w.kv, 0, 1, &err), err) && w.kept(0, 0).size() == PROMPT + 1);
+
+    World other(model, plan.plan);
+    CHECK(other.decode(words(model, PROMPT, 3)) == 0 && other.good(kvedge_verify_begin(other.kv, 0, 4, &err), err));
+    CHECK(kvedge_set_plan(other.kv, dropping.plan, &err) == KVEDGE_OK);
+    CHECK(other.decode_each(words(model, 4, 4)) != 0 && kvedge_take_error(other.kv, &err) == KVEDGE_E_STATE);
+    CHECK(other.good(kvedge_verify_end(other.kv, 0, 0, &err), err));
+    other.answer(2);
+    CHECK(other.kept(0, 0).size() < PROMPT);
+}
+
 // What whole rows cannot answer after removals and verifications is refused.
 void whole_rows_changed(llama_model * model) {
     Plan               plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
@@ -228,5 +247,6 @@ void drafts(llama_model * model, const std::string & folder) {
     unfinished(model, folder);
     refused(model);
     over_whole_rows(model);
+    other_settings(model);
     whole_rows_changed(model);
 }
