@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 import pytest
@@ -41,6 +42,18 @@ def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, p
     assert found, done.err
     prompt, image, kept = (int(found[i]) for i in (1, 2, 3))
     assert kept == pykvedge.default_plan().count(prompt) and 0 < image < prompt
+
+
+@pytest.mark.parametrize("budget", ["0.2", "0.02", "1.0"])
+def test_the_line_shows_the_bytes_of_the_report_and_never_zero(kvedge, budget):
+    """The packaged model at 0.02 keeps a few KiB of 0.4 MiB, which rounded to tenths of a MiB would be nothing."""
+    scene = Path(__file__).parent.parent / "examples" / "scene-1.png"
+    asked = ["chat", "--threads", 1, "--image", scene, "--budget", budget, "--max-tokens", 4, "What is the code?"]
+    found, kv = LINE.fullmatch(kvedge(*asked).err), kvedge(*asked, "--json").json["kv"]
+    size = {"MiB": 2**20, "KiB": 2**10}[found[6]]
+    for shown, number in ((found[4], kv["full_bytes"]), (found[5] or found[4], kv["kept_bytes"])):
+        assert float(shown) > 0 and abs(float(shown) - number / size) <= 0.051
+    assert found[6] == ("KiB" if budget == "0.02" else "MiB")
 
 
 FEW = ("full", "kvedge", "kvzip", "lookm", "mixkv-sparsemm", "prefixkv")

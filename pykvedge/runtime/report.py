@@ -266,7 +266,9 @@ class Report:
         counts += [f"{tokens.images_reused} from the cache"] if tokens.images_reused else []
         counts += [f"{tokens.reused} read before"] if tokens.reused else []
         image = f" ({', '.join(counts)})" if counts else ""
-        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
+        least = kv.kept_bytes if stream is None else stream.kv_bytes
+        # below half of a tenth the smaller number would be 0.0
+        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 and least >= MIB / 20 else ("KiB", 1024)
         speed = f"{self.time.decode_tok_s:.1f} tok/s" if self.time.decode_steps else ""
         if stream is not None:
             new = f"{tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}"
