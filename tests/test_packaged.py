@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 from server import picture, serving
 
+import pykvedge
 from kvedge_lab.demo_tasks.scenes import draw_scene, render
 from pykvedge.models.images import load_picture
 from pykvedge.models.packaged import PACKAGED, hints, is_scene
@@ -50,3 +51,18 @@ def test_chat_says_it_once(kvedge):
     assert done.code == 0 and done.err.splitlines()[0] == f"kvedge: {SAID}"
     assert kvedge("chat", *asked, "--image", PHOTO, "--quiet", "What is it?").err == ""
     assert "knows drawn scenes" not in kvedge("chat", *asked, "--image", EXAMPLES / "scene-2.png", "What?").err
+
+
+def test_a_question_without_a_picture_gets_the_reason_once(kvedge):
+    blind = "the packaged model knows drawn scenes only, and this question has no picture; give one, or use another"
+    with pykvedge.Session(threads=1) as session:
+        for question, number in (("Hello", 1), ("And?", 0)):
+            answer = session.ask(question)
+            answer.read()
+            assert sum(note.startswith(blind) for note in answer.report.notes) == number
+    with pykvedge.Session(threads=1) as session:  # the second message is about the picture of the first one
+        for images in (EXAMPLES / "scene-1.png", ()):
+            assert session.ask("What is the code?", images).report.notes == []
+    asked = ["--threads", 1, "--max-tokens", 1, "Hello"]
+    assert kvedge("chat", *asked).err.startswith(f"kvedge: {blind}")
+    assert kvedge("chat", "--quiet", *asked).err == ""

@@ -12,6 +12,10 @@ from pykvedge.models.images import Picture
 from pykvedge.system.files import DATA
 
 PACKAGED = DATA / "demo-model.gguf"  # the model if the user names none
+BLIND = (
+    "the packaged model knows drawn scenes only, and this question has no picture; give one, or use another model with "
+    "-m or -hf"
+)
 _PLAIN = 0.8  # least share of pixels with the background's colour; objects and a code take a tenth
 _NOISE = 16  # largest change of a plain colour by JPEG
 _PIXELS = 1 << 13  # number of pixels that is_scene() reads
