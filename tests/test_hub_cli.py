@@ -130,7 +130,7 @@ def test_an_endpoint_that_is_none(kvedge, fresh, endpoint):
 
 def test_what_goes_wrong_is_one_line(kvedge, fresh):
     kvedge("chat", "-hf", f"{REPO}:Q9", "Hello?", env=fresh.env).failed(2, "unknown quantisation", "Q4_K_M")
-    kvedge("chat", "-hf", REPO, "Hello?", env=offline(fresh)).failed(1, "cannot be reached")
+    kvedge("chat", "-hf", REPO, "Hello?", env=offline(fresh)).failed(1, "cannot be reached", "; check the network")
     kvedge("chat", "-hf", REPO, "--json", env=fresh.env).failed(2, "the prompt is empty")
     assert fresh.hub.bytes_sent == 0
 

@@ -196,9 +196,9 @@ def _is_url(text: str) -> bool:
 
 
 def _proxies() -> str:
-    """Returns a text with the variables that name a proxy, or ""."""
+    """Returns what to check, with the variables that name a proxy."""
     found = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
-    return f"; check the proxy in {', '.join(found)}" if found else ""
+    return f"; check the proxy in {', '.join(found)}" if found else "; check the network"
 
 
 def _file(repo: str, found: Any) -> RemoteFile:
