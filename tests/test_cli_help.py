@@ -1,5 +1,7 @@
 """Help texts fit a terminal and show every option. llama.cpp's short options have llama.cpp's meaning."""
 
+import re
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -58,3 +60,12 @@ def test_letters_of_llama_cpp_mean_the_same(kvedge, tiny):
     kvedge(*letters, files.model, "-p", "Hello", "Hello").failed(2, "PROMPT and --prompt")
     kvedge("chat", "-m", files.model, "-t", 0, "Hello").failed(2, "--threads must be at least 1")
     kvedge("chat", "-m", files.model, "-n", "many", "Hello").failed(2, "'--max-tokens'")
+
+
+@pytest.mark.parametrize(("path", "command"), list(commands()))
+def test_help_names_only_options_of_its_command(path, command):
+    params = command.get_params(click.Context(command))
+    own = {name for param in params for name in (*param.opts, *param.secondary_opts)}
+    for option in (param for param in command.params if isinstance(param, click.Option)):
+        named = re.findall(r"(?<![\w-])--[a-z][a-z-]*", re.sub(r"`[^`]*`", "", option.help or ""))
+        assert set(named) <= own, (option.name, named)

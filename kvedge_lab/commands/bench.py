@@ -42,7 +42,7 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     common.MMPROJS,
     *common.HUBS,
     common.METHOD_LIST,
-    common.BUDGET_LIST,
+    common.budget_list(f"{DEFAULTS['budgets']}; {QUICK['budgets']} with --quick"),
     options.PLUGIN,
     option("--tokens", group="Prompts", common=True, metavar="N,M",
            help=f"The number of text tokens of each prompt. Default: {DEFAULTS['tokens']}."),

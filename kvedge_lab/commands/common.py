@@ -53,9 +53,13 @@ METHODS = option("--method", "methods", group="What is kept", common=True, multi
                  shell_complete=completion.methods,
                  help=f"The compression method (`kvedge methods` lists them); repeatable. Default: "
                       f"{DEFAULT_METHOD}.")  # fmt: skip
-BUDGET_LIST = option("--budget", "budgets", group="What is kept", common=True, metavar="A,B",
-                     help="KV pairs to keep: a share of the prompt (0.2), or a number per layer and KV head "
-                          "(128).")  # fmt: skip
+
+
+def budget_list(default: str) -> Callable[[Any], Any]:
+    """Declares --budget of a command that measures several budgets. default: the end of its help text."""
+    return option("--budget", "budgets", group="What is kept", common=True, metavar="A,B",
+                  help="KV pairs to keep: a share of the prompt (0.2), or a number per layer and KV head (128). "
+                       f"Default: {default}.")  # fmt: skip
 
 
 def output(what: str, **settings: Any) -> Callable[[Any], Any]:

@@ -73,7 +73,7 @@ BUDGET = "0.2"
     option("--limit", group="Samples", common=True, type=Whole(), metavar="N", help="Use only the first N samples of "
     "each data set."),
     common.METHOD_LIST,
-    common.BUDGET_LIST,
+    common.budget_list(BUDGET),
     option("--plan", "plans", group="What is kept", type=common.PATH, multiple=True, metavar="FILE.json",
            help="A plan file with a budget; repeatable. The plan is named after its file."),
     options.PLUGIN,

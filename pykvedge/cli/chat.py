@@ -15,6 +15,7 @@ from pykvedge.cli.command import command, option
 from pykvedge.cli.progress import Display
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
+from pykvedge.plans.presets import STREAM_METHOD
 from pykvedge.system.files import require_file
 
 
@@ -48,7 +49,7 @@ _OPTIONS = (
            "on the question."),
     option("--stream", group="What is kept", is_flag=True,
            help="Read images one by one and compress after each image. The cache stays at --budget N KV pairs for "
-           "any number of images."),
+           f"any number of images. The default method is then {STREAM_METHOD}."),
     option("--prompt", "-p", "typed", group="Answer", metavar="TEXT", help="The question, instead of PROMPT."),
     option("--system", "-sys", also=("--system-prompt",), group="Answer", common=True, config=True, default="",
            metavar="TEXT", help="The system message, at the start of the conversation."),

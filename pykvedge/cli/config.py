@@ -26,7 +26,7 @@ def config(context: click.Context, as_json: bool) -> None:
     """Set default values of options.
 
     An omitted option takes the variable KVEDGE_NAME of the environment, then the configuration file, then its default.
-    chat, run, serve and fit use all settings. bench, eval, inspect and calibrate use only model, mmproj, threads,
+    chat, run, serve and fit use all settings. bench, eval, inspect, calibrate and tune use only model, mmproj, threads,
     gpu-layers, device and rpc, so figures do not change with the configuration. Python's Session uses none.
 
     \b

@@ -137,8 +137,7 @@ IMAGE_LIMITS = (
 _KEPT = "What is kept"
 METHOD = option("--method", group=_KEPT, common=True, config=True, metavar="NAME",
                 shell_complete=completion.methods,
-                help=f"The compression method (`kvedge methods` lists them). Default: {DEFAULT_METHOD}; with "
-                     f"--stream: {STREAM_METHOD}.")  # fmt: skip
+                help=f"The compression method (`kvedge methods` lists them). Default: {DEFAULT_METHOD}.")  # fmt: skip
 BUDGET = option("--budget", group=_KEPT, common=True, config=True, metavar="AMOUNT", help=_BUDGET_HELP)
 PLUGIN = option(
     "--plugin", "plugins", group=_KEPT, type=PATH, multiple=True, metavar="FILE",
