@@ -69,3 +69,36 @@ def test_help_names_only_options_of_its_command(path, command):
     for option in (param for param in command.params if isinstance(param, click.Option)):
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]*", re.sub(r"`[^`]*`", "", option.help or ""))
         assert set(named) <= own, (option.name, named)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-ctk", "q8_0", "Hi"], "No such option '-ctk'. Did you mean '--kv-type'?"),
+        (["--cache-type-v=q8_0", "Hi"], "No such option '--cache-type-v'. Did you mean '--kv-type'?"),
+        (["-fa", "on", "Hi"], "No such option '-fa' ("),
+        (["-ngl99", "Hi"], "No such option '-ngl99' ("),
+        (["-qv", "-c", "4k", "Hi"], "'4k' is not a valid integer"),
+        (["scene.png", "What is this?"], "PROMPT must be one argument"),
+        (["--image", "https://example.org/a.jpg", "Hi"], "https://example.org/a.jpg is an address on the web"),
+        (["-m", "http://example.org/m.gguf", "Hi"], "http://example.org/m.gguf is an address on the web"),
+        (["--exact", "Hi"], "--exact needs --keep: add --keep"),
+        (["--pruner", "grid", "Hi"], "(--image-tokens)"),
+    ],
+)
+def test_habits_from_other_programs_get_an_answer_that_helps(kvedge, arguments, said):
+    kvedge("chat", *arguments).failed(2, said)
+
+
+def test_a_name_of_ollama_gets_the_form_of_names_here(kvedge):
+    for asked in (["run", "llava:7b", "Hi"], ["chat", "-m", "llava", "Hi"], ["fit", "llava:7b"]):
+        kvedge(*asked).failed(1, "does not exist; give a GGUF file, or a name of a model hub such as USER/REPO:Q4_K_M")
+    kvedge("chat", "-m", "nowhere.gguf", "Hi").failed(1, "nowhere.gguf does not exist")
+
+
+def test_a_picture_that_a_question_only_names_is_pointed_out(kvedge, tiny, picture_file):
+    path, asked = picture_file(), ["chat", *tiny("llava").arguments(), "--max-tokens", 1]
+    said = f"kvedge: the model does not see {path}, a name in the text; add --image {path}\n"
+    assert said in kvedge(*asked, f"What is this? {path}").err
+    for unsaid in (["--quiet", f"What is {path}?"], ["--image", path, f"What is {path}?"], ["What is a.png?"]):
+        assert "does not see" not in kvedge(*asked, *unsaid).err

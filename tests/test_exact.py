@@ -209,4 +209,4 @@ def test_the_option(kvedge, native):
     full = kvedge(*base, "--method", "full", AGAIN).json
     done = kvedge(*base, "--method", "snapkv", "--budget", 0.1, "--keep", "ram", "--exact", AGAIN).json
     assert done["text"] == full["text"] and done["drafts"]["exact"] is True
-    kvedge(*base, "--exact", AGAIN).failed(2, "set keep")
+    kvedge(*base, "--exact", AGAIN).failed(2, "--exact needs --keep")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import click
 from pykvedge.cli import completion, modelfiles, options, paths, sampling, tuning
 from pykvedge.cli.command import command, option
 from pykvedge.cli.progress import Display
-from pykvedge.errors import UsageError
+from pykvedge.errors import UsageError, printable
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import STREAM_METHOD
 from pykvedge.system.files import require_file
@@ -76,13 +77,14 @@ _OPTIONS = (
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip
+_PROMPT = click.argument("words", nargs=-1, metavar="[PROMPT]")  # more than one is an error with a hint
 _SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "positions", "question_blind", "lookup", "exact")
 
 
 @command()
-@click.argument("prompt", required=False)
+@_PROMPT
 @options.taking(*_OPTIONS)
-def chat(prompt: str | None, **given: Any) -> None:
+def chat(words: tuple[str, ...], **given: Any) -> None:
     """Ask a model about images, or chat with it.
 
     The KV cache of the prompt is compressed by --method before the answer begins. PROMPT may also come from a pipe.
@@ -102,14 +104,14 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --image a.jpg --bounded "?"       without the full cache
       kvedge chat ... --stream --budget 2048 --video clip.mp4 "What happens?"
     """
-    sys.exit(_ask(prompt, given))
+    sys.exit(_ask(words, given))
 
 
 @command()
 @click.argument("model", type=options.PATH, metavar="MODEL", shell_complete=completion.files_or_models)
-@click.argument("prompt", required=False)
+@_PROMPT
 @options.taking(*(one for one in _OPTIONS if one not in (options.MODEL, options.HUB[0])))
-def run(prompt: str | None, **given: Any) -> None:
+def run(words: tuple[str, ...], **given: Any) -> None:
     """Chat with a model that is named first.
 
     The options are those of `kvedge chat`. MODEL is a GGUF file, a folder with one, or USER/REPO[:QUANT], which is
@@ -121,10 +123,13 @@ def run(prompt: str | None, **given: Any) -> None:
       kvedge run ggml-org/SmolVLM-500M-Instruct-GGUF --image cat.jpg "What is it?"
       kvedge run model.gguf "Hello"
     """
-    sys.exit(_ask(prompt, {**given, "hf_repo": None}))
+    sys.exit(_ask(words, {**given, "hf_repo": None}))
 
 
-def _ask(prompt: str | None, given: dict[str, Any]) -> int:
+def _ask(words: tuple[str, ...], given: dict[str, Any]) -> int:
+    if len(words) > 1:
+        raise UsageError("PROMPT must be one argument; write the question in quotes, and pictures as --image PATH")
+    prompt = words[0] if words else None
     if given["typed"] is not None:
         if prompt is not None:
             raise UsageError("PROMPT and --prompt both give a question; pass one of them")
@@ -136,6 +141,8 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
     if given["keep_saved"] and (given["keep"] is None or given["session_file"] is None):
         raise UsageError("--keep-saved needs --keep and --session; add both options")
     question = _question(prompt)
+    if prompt and not given["images"] and not given["quiet"]:
+        _say_unseen(prompt)
     if question is None and given["as_json"]:
         raise UsageError("--json needs a PROMPT; give PROMPT as an argument or through a pipe")
     if given["logprobs"] is not None and not given["as_json"]:
@@ -156,6 +163,16 @@ def _ask(prompt: str | None, given: dict[str, Any]) -> int:
     file = _session_file(given["session_file"])
     with SessionLock(file) if file is not None else contextlib.nullcontext():
         return _talk(question, plan, (model, mmproj), file, given)
+
+
+def _say_unseen(prompt: str) -> None:
+    """Says that a question names a picture: only a conversation at a terminal reads pictures from its text."""
+    from pykvedge.cli.talk.pictures import named
+
+    if (path := named(prompt)) is not None:
+        name = printable(str(path))
+        way = f"add --image {shlex.quote(name)}"
+        click.echo(f"kvedge: the model does not see {name}, a name in the text; {way}", err=True)
 
 
 def _talk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from pykvedge.errors import KvedgeError
 FEW = 16  # `--help` shows all options of a command with at most so many
 _ALL = "kvedge.help_all"
 _LAST = "Output"  # the last group of a help text
+_JOINED = re.compile(r"-[a-z]{2}")  # click reads an unknown name of this form as a shorter option with a value
+_LLAMA = dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "--kv-type")  # other names in llama.cpp
 _NAMES = 26  # columns for the names of options in a help text
 
 
@@ -62,12 +65,29 @@ class Command(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
         try:
             rest = super().parse_args(ctx, args)
         except (click.UsageError, KvedgeError) as error:
-            raise configured.blamed(error, ctx) from None
+            raise configured.blamed(self._misread(error, given), ctx) from None
         configured.settle(ctx)
         return rest
+
+    def _misread(self, error: click.UsageError | KvedgeError, given: Sequence[str]) -> click.UsageError | KvedgeError:
+        """Returns an error about a whole unknown option, where click read -ctk as -c with the value tk."""
+        known = {name for param in self.params for name in param.opts}
+        for word in given:
+            name, begin, rest = word.partition("=")[0], word[:2], word[2:]
+            if name in known or not (name in _LLAMA or _JOINED.match(name)):
+                continue
+            if isinstance(error, click.NoSuchOption):
+                is_cause = error.option_name in (name, begin)
+            else:
+                is_cause = isinstance(error, click.BadParameter) and f"'{rest}'" in error.message
+            if is_cause:
+                ours = f". Did you mean '{_LLAMA[name]}'?" if name in _LLAMA else ""
+                return click.UsageError(f"No such option '{name}'{ours}", getattr(error, "ctx", None))
+        return error
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -110,9 +110,14 @@ def as_name(model: Path) -> str | None:
 
 
 def _one_of(path: Path) -> Path:
-    """Returns the file, or the only model in the folder. Raises UsageError for a folder with none or several."""
+    """Returns the file, or the only model in the folder. Raises UsageError for a folder with none or several.
+
+    Raises ModelError for a path that does not exist and has no GGUF file's ending.
+    """
     from pykvedge.models.hub.names import is_model, split_of
 
+    if path.suffix != ".gguf" and not paths.ask(Path.exists, path):
+        raise ModelError(f"{path} does not exist; give a GGUF file, or a name of a model hub such as USER/REPO:Q4_K_M")
     if not paths.ask(Path.is_dir, path):
         return path
     found = sorted(p for p in path.iterdir() if is_model(p.name) and split_of(p.name).index <= 1)

@@ -44,6 +44,8 @@ class FilePath(click.Path):
         path, given = super().convert(value, param, context), os.fspath(value)
         if not given:
             self.fail("the path is empty", param, context)
+        if re.match("https?://", given, re.I):
+            self.fail(f"{given:.80} is an address on the web; download the file, and give its path", param, context)
         try:
             os.lstat(given)
         except OSError as error:
@@ -360,7 +362,7 @@ def keep(given: Mapping[str, Any]) -> dict[str, Any]:
     names = ("keep_folder", "keep_space", "keep_type", "age")
     out: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
     if given["keep"] is None:
-        for name in out:
+        for name in [*out, *["exact"] * bool(given.get("exact"))]:
             raise UsageError(f"--{name.replace('_', '-')} needs --keep: add --keep ram or --keep disk")
         return {}
     if "keep_folder" in out:

@@ -83,7 +83,7 @@ def _checked(made: Plan, settings: Mapping[str, Any]) -> Plan:
     if made.method == "full" and idle:
         raise UsageError(f"method 'full' keeps all KV pairs, so {idle[0]} has no meaning; choose another method")
     if settings.get("pruner", "none") != "none" and "image_tokens" not in settings and made.image_tokens.ratio == 1.0:
-        raise UsageError("a pruner needs the number of tokens to read of an image; set image_tokens")
+        raise UsageError("a pruner needs the number of tokens to read of an image; set image_tokens (--image-tokens)")
     if settings.get("critical_half", "budget") != "budget" and made.critical == "none":
         raise UsageError("critical_half needs critical; set critical to l1 or l2")
     return made

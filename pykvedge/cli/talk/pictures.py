@@ -72,6 +72,15 @@ def mentioned(text: str, number: int, size: PageSize | None = None) -> Mentioned
     return found
 
 
+def named(text: str) -> Path | None:
+    """Returns the first picture or PDF of this machine whose path is in a text, or None."""
+    for begins in _START.finditer(text):
+        for _, path in candidates(text, begins.end()):
+            if _NAMED.search(path.name) and os.path.isfile(file_of(path)):  # noqa: PTH113 - as in _at()
+                return path
+    return None
+
+
 def _at(text: str, start: int, hints: list[str], size: PageSize | None) -> tuple[int, list[Picture]]:
     """Reads the pictures of a path that begins at `start`, or a word. Returns its end and the pictures."""
     for end, path in candidates(text, start):
