@@ -62,6 +62,9 @@ def test_home_folders(monkeypatch, tmp_path):
     for empty in ("", "  ", "''"):
         with pytest.raises(UsageError, match="empty"):
             paths.typed(empty)
+    for address in ("https://example.org/a.png", "'HTTP://example.org/a.png'"):
+        with pytest.raises(UsageError, match=r"(?i)http.?://example.org/a.png is an address on the web"):
+            paths.typed(address)
 
 
 def test_paths_that_the_system_refuses_are_one_line(folder, monkeypatch):

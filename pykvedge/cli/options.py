@@ -44,8 +44,7 @@ class FilePath(click.Path):
         path, given = super().convert(value, param, context), os.fspath(value)
         if not given:
             self.fail("the path is empty", param, context)
-        if re.match("https?://", given, re.I):
-            self.fail(f"{given:.80} is an address on the web; download the file, and give its path", param, context)
+        paths.check_local(given)
         try:
             os.lstat(given)
         except OSError as error:

@@ -30,6 +30,12 @@ def ask(question: Callable[[Path], bool], path: Path) -> bool:
         raise UsageError(f"{path} cannot be accessed: {getattr(error, 'strerror', None) or error}") from None
 
 
+def check_local(text: str) -> None:
+    """Raises UsageError for an address on the web, which pathlib would shorten by a slash."""
+    if re.match("https?://", text, re.I):
+        raise UsageError(f"{text:.80} is an address on the web; download the file, and give its path")
+
+
 def typed(text: str) -> Path:
     """Reads a path that was typed, dragged or completed at a prompt; blanks need no quotes.
 
@@ -39,6 +45,7 @@ def typed(text: str) -> Path:
     if text.lower().startswith("file:"):
         return _of_url(text)
     text = unquoted(text)
+    check_local(text)
     if not text:
         raise UsageError("the path is empty")
     return expanded(text)
