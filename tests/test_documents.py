@@ -147,7 +147,9 @@ HOSTILE = {
     "cut": (THREE[:60], "cannot be read as a PDF"),
     "no pages": (document(), "has no pages"),
     "201 inches": (document(fill("red"), box=(0, 0, 72 * 201, 72)),
-                   r"page 1 is 201 x 1 inches large; the limit is 200"),
+                   r"page 1 is 201 x 1 inches large; a page must have sides above 0, and 200 inches at most"),
+    "a point too wide": (document(fill("red"), box=(0, 0, 14401, 72)), r"page 1 is 200\.014 x 1 inches large"),
+    "cut to nothing": (document(fill("red"), page=b"/CropBox [900 900 972 972]"), "page 1 is 0 x 0 inches large"),
     "many pages": (document(*[b""] * 65), r"name up to 64 of its 65 pages, for example \[1-64\]"),
 }  # fmt: skip
 
@@ -268,6 +270,18 @@ def test_files_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pypdfium2" else found(name))
     with pytest.raises(UsageError, match=r"the document needs pypdfium2, .* pip install 'kvedge\[pdf\]'"):
         list(load_pictures(THREE))
+
+
+def test_a_pdf_under_the_name_of_a_picture_is_named(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(THREE)
+    reading, writing = os.pipe()
+    os.write(writing, THREE)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:  # nobody can look at its first bytes and give them back
+        for source in (path, pipe):
+            with pytest.raises(ImageError, match=r"is a PDF, but its name does not end in \.pdf; rename the file"):
+                list(load_pictures(source))
 
 
 def test_no_file_is_hidden_behind_another(tmp_path, monkeypatch):

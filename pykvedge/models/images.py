@@ -148,7 +148,7 @@ def load_picture(source: ImageSource, name: str | None = None, seen: int = 0) ->
 
 def picture_size(path: Path) -> tuple[int, int]:
     """Returns width and height of a picture as load_picture makes it, from the file's header. Raises ImageError."""
-    with _explained(str(path)), _opened(path) as image:
+    with _explained(str(path), path), _opened(path) as image:
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # orientations from 5 on swap width and height
         _check_size(str(path), image.width, image.height)
         return (image.height, image.width) if lies else (image.width, image.height)
@@ -197,7 +197,7 @@ def read_stream(file: Any, what: str) -> tuple[bytes, str]:
 
 def _from_file(file: Path | io.BytesIO, what: str, name: str, seen: int) -> Picture:
     """Opens an image. what: the subject of messages."""
-    with _explained(what), _opened(file) as image:
+    with _explained(what, file), _opened(file) as image:
         _check_size(what, image.width, image.height)
         pixels = image.width * image.height
         if image.format == "WEBP" and pixels > MAX_WEBP:
@@ -224,6 +224,13 @@ def scaled_size(width: int, height: int, seen: int) -> tuple[int, int]:
     """Returns the size of a picture of a file after loading."""
     factor = scaled_by(width, height, seen)
     return -(-width // factor), -(-height // factor)
+
+
+def _head(file: Path | io.BytesIO) -> bytes:
+    if not isinstance(file, Path):
+        return file.getvalue()[:1024]
+    with file.open("rb") as opened:
+        return opened.read(1024)
 
 
 def _opened(file: Path | io.BytesIO) -> PillowImage:
@@ -280,8 +287,8 @@ def _upright(image: PillowImage, what: str, name: str, factor: int = 1) -> Pictu
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns errors of pillow inside the block into an ImageError about `what`."""
+def _explained(what: str, file: Path | io.BytesIO | None = None) -> Iterator[None]:
+    """Turns errors of pillow inside the block into an ImageError about `what`, the content of `file`."""
     try:
         with _one_at_a_time, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # _check_size() checks the size more strictly
@@ -289,6 +296,10 @@ def _explained(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ImageError(f"{what} does not exist") from None
     except UnidentifiedImageError:
+        if file is not None and is_pdf(_head(file)):
+            raise ImageError(
+                f"{what} is a PDF, but its name does not end in .pdf; rename the file, or pass its bytes"
+            ) from None
         raise ImageError(f"{what} is not a readable image; use jpg, png, webp, bmp, gif or pdf") from None
     except Image.DecompressionBombError:
         raise ImageError(

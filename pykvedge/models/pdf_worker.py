@@ -48,7 +48,8 @@ def scale_of(size: tuple[float, float], request: dict[str, Any]) -> float:
     """Returns pixels per point: as many as the limits allow, and at most `dpi` per inch."""
     width, height = size
     if not all(math.isfinite(side) and 0 < side <= 72 * MAX_INCHES for side in size):
-        raise ImageError(f"is {width / 72:.0f} x {height / 72:.0f} inches large; the limit is {MAX_INCHES}")
+        raise ImageError(f"is {width / 72:.6g} x {height / 72:.6g} inches large; a page must have sides above 0, "
+                         f"and {MAX_INCHES} inches at most")
     fits = min(request["side"] / max(size), math.sqrt(request["pixels"] / (width * height)))
     return min(fits, request["dpi"] / 72) * (1 - 1e-6)  # sizes are rounded up
 
