@@ -5,6 +5,7 @@ A canvas becomes a file. The commands check that they can draw before they measu
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ def check(option: str, path: Path, formats: Sequence[str] = FORMATS) -> None:
         raise UsageError(f"{option} must end in {', '.join(formats)}, not '{path.suffix or path.name}'")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path} cannot be written: the folder {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written: it is read-only; name another file")
     if not can_draw():
         raise UsageError(f"{option} needs matplotlib: pip install 'kvedge[plot]'")
 

@@ -16,6 +16,10 @@ class Steps(Display):
         super().__init__(enabled)
         self._total, self._done, self._started = max(steps, 1), 0, time.monotonic()
 
+    def __call__(self, what: str, share: float) -> None:
+        super().__call__(what, share)
+        self._line(f"{what}, {100 * share:.0f} %")
+
     def step(self, what: str, n: int = 1) -> None:
         """Counts n more steps as done. what: the next step."""
         self._done += n
@@ -26,6 +30,9 @@ class Steps(Display):
 
     def _tell(self, line: str, done: float, total: float) -> None:
         self._show(line, done, total)
+        self._line(line)
+
+    def _line(self, line: str) -> None:
         now = time.monotonic()
         if self._enabled and not self._terminal and now - self._told >= FILE_S:
             self._told = now

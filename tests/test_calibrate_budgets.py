@@ -175,6 +175,27 @@ def test_settings_of_stages_are_measured_with():
     assert setup.header(DEMO.model, "scenes")["settings"] == dict(setup.plan.params)
 
 
+def test_samples_are_drawn_when_they_are_measured(demo):
+    """A million scenes do not fit in memory, and Ctrl-C stops their drawing."""
+    cancel, drawn = threading.Event(), []
+
+    def endless():
+        for sample in scenes("head-budgets"):
+            drawn.append(sample)
+            yield sample
+
+    def on_estimate(runs, seconds):
+        assert runs == 10**6 * 10 * 2
+        cancel.set()
+        return lambda what, n: None
+
+    with pytest.raises(CancelledError):
+        measure_curves(
+            demo, setup_for("window", 0.1, 2, (0.1,)), endless(), 10**6, CurveFile(None, {}, 2), on_estimate, cancel
+        )
+    assert len(drawn) == 1
+
+
 def test_both_ways_of_a_sample_count_the_same(demo):
     setup = setup_for(None, 0.1, 2, (0.1,), "kvedge", (CONTEXT, CONVERSATION))
     assert (setup.plan.scorer, setup.plan.reducer, setup.plan.allocator) == ("modal", "nearest", "uniform")

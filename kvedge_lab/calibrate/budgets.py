@@ -339,13 +339,22 @@ def measure_curves(
     first head; it returns the function that is called for each measurement. Raises CancelledError, SaveError,
     UsageError, and what Reader raises.
     """
-    drawn = list(itertools.islice(samples, count))
-    readings = list(setup.readings(drawn))
-    if not readings:
+    used = done = 0
+
+    def drawn() -> Iterator[Labelled]:
+        nonlocal used
+        for sample in itertools.islice(samples, count):
+            stop_if_set(cancel)
+            used += 1
+            yield sample
+
+    own = samples[:count] if isinstance(samples, list) else None  # drawn samples have images, so no way is left out
+    n_readings = count * len(setup.ways) if own is None else sum(1 for _ in setup.readings(own))
+    curver = _Curver(reader, setup, kept, on_estimate, n_readings, cancel)
+    for done, (sample, way) in enumerate(setup.readings(drawn()), 1):
+        curver.measure(done - 1, sample, way)
+    if not done:
         raise UsageError("no sample can be measured; --compress context needs samples with images or earlier questions")
-    curver = _Curver(reader, setup, kept, on_estimate, len(readings), cancel)
-    for number, (sample, way) in enumerate(readings):
-        curver.measure(number, sample, way)
-    places, numbers = sorted(kept.heads[0]), range(len(readings))
+    places, numbers = sorted(kept.heads[0]), range(done)
     losses = np.array([[kept.heads[number][place] for place in places] for number in numbers])
-    return Curves(losses.mean(axis=0), places, len(drawn), float(np.mean([kept.baselines[n] for n in numbers])))
+    return Curves(losses.mean(axis=0), places, used, float(np.mean([kept.baselines[n] for n in numbers])))

@@ -7,7 +7,6 @@ so evaluation sets stay unseen.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from kvedge_lab.demo_tasks.evalset import Sample, draw_chain, draw_sample
 from kvedge_lab.demo_tasks.scenes import CELL, Item, Scene, render
 from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS
-from kvedge_lab.eval.files import read_text
+from kvedge_lab.eval.files import parsed, read_text
 from pykvedge.errors import ImageError, UsageError
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.prompt import Message
@@ -167,9 +166,9 @@ def read_jsonl(path: Path) -> list[Labelled]:
 
 def _parse(line: str, folder: Path) -> Labelled:
     try:
-        data = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UsageError("the line is not JSON") from None
+        data = parsed(line)
+    except ValueError as error:
+        raise UsageError(f"the line is not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("question"), str) or not data["question"].strip():
         raise UsageError('a JSON object with a "question" is expected')
     unknown = sorted(set(data) - _FIELDS)

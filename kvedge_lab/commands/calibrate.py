@@ -297,8 +297,11 @@ def _session(given: dict[str, Any]) -> Iterator[tuple[Session, Any, threading.Ev
 def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Steps, threading.Event]]:
     """Yields a display, and an event that Ctrl-C sets. After Ctrl-C nothing is written."""
     from kvedge_lab.progress import Steps
+    from pykvedge.models import profiles
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
+    if given["output"] is None:
+        common.check_folder(profiles.folder())
     common.check_file("--output", given["output"])
     with as_event(threading.Event()) as cancel, Steps(enabled=not given["quiet"]) as display:
         try:

@@ -17,6 +17,7 @@ from pykvedge.cli.command import option
 from pykvedge.cli.options import HUB, MODEL_HELP, FilePath, Whole
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.plans.presets import DEFAULT_METHOD
+from pykvedge.system.files import write_whole
 
 
 class _HomePath(FilePath):
@@ -68,18 +69,30 @@ def output(what: str, **settings: Any) -> Callable[[Any], Any]:
 
 
 def check_file(named: str, path: Path | None) -> None:
-    """Raises UsageError if the file to write is a folder, before anything is measured."""
-    if path is not None and paths.ask(Path.is_dir, path):
+    """Raises UsageError if a file to write is a folder or may not be written, before anything is measured.
+
+    Its folder need not exist.
+    """
+    if path is None:
+        return
+    if paths.ask(Path.is_dir, path):
         raise UsageError(f"{named} {path} is a folder; name a file")
+    if not paths.ask(Path.exists, path):
+        check_folder(path.parent, f"{named} {path}")
+    elif not os.access(path, os.W_OK):
+        raise UsageError(f"{named} {path} cannot be written: the file is read-only; name another file")
 
 
-def check_folder(path: Path) -> None:
-    """Raises UsageError for a folder that can neither be written nor made, before anything is measured."""
+def check_folder(path: Path, named: str = "") -> None:
+    """Raises UsageError for a folder that can neither be written nor made, before anything is measured.
+
+    named: the file to write in the folder.
+    """
     there = next((one for one in (path, *path.parents) if paths.ask(Path.exists, one)), path)
     if not paths.ask(Path.is_dir, there):
-        raise UsageError(f"{path} cannot be written: {there} is no folder")
+        raise UsageError(f"{named or path} cannot be written: {there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{path} cannot be written: nothing may be written into {there}")
+        raise UsageError(f"{named or path} cannot be written: nothing may be written into {there}")
 
 
 def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
@@ -94,20 +107,34 @@ def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
 
 
 def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]) -> None:
-    """Writes the table to --output, in the form of its name; else to stdout, as Markdown or with --json."""
+    """Writes the table to --output, in the form of its name; else to stdout, as Markdown or with --json.
+
+    A table that cannot be written goes to stdout, and then SaveError is raised.
+    """
     path = given["output"]
     text = forms[path.suffix[1:] if path else "json" if given["as_json"] else "md"]()
     if path is None:
         if text:
             click.echo(text)
         return
-    write_file("--output", path, text)
+    try:
+        write_file("--output", path, text)
+    except SaveError as error:
+        click.echo(text)
+        raise SaveError(f"{error}; the table is on stdout") from None
 
 
 def write_file(named: str, path: Path, text: str) -> None:
-    """Writes a text. Raises SaveError, which names the option."""
+    """Writes the whole text, or leaves an older file as it was. Raises SaveError, which names the option.
+
+    In a read-only folder, the older file is overwritten.
+    """
+    whole = text.rstrip("\n") + "\n"
     try:
-        path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        if os.access(path.parent, os.W_OK):
+            write_whole(path, whole)
+        else:
+            path.write_text(whole, encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{named} {path} cannot be written: {error.strerror or error}") from None
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +254,7 @@ def _downloaded(given: dict[str, Any]) -> dict[str, Any]:
         raise UsageError("--download, --manifest and --paper need a recipe: add --recipe NAME")
     if paper is not None and paper.suffix[1:] not in _PAPER:
         raise UsageError(f"--paper {paper} must end in .md, .tex or .csv")
+    common.check_file("--paper", paper)
     if not given["download"]:
         return given
     if given["data"]:
@@ -299,9 +301,12 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
     if "pages" in tasks:
         at = tasks.index("pages")
         tasks[at : at + 1] = [name for name in page_names() if not name.endswith(SECOND)]
-    for name in tasks:
-        draw = page_samples if name.startswith(PAGES) else demo_samples
-        out += draw(name, given["samples"], given["seed"], given["images"])
+    loud = not given["quiet"] and not given["verbose"]
+    with Steps(enabled=loud, steps=len(tasks) * given["samples"]) as display:
+        for name in tasks:
+            draw = page_samples if name.startswith(PAGES) else demo_samples
+            look = partial(display.step, f"drawing samples of {name}")
+            out += draw(name, given["samples"], given["seed"], given["images"], look=look)
     twice = [name for name, n in Counter(sample.id for sample in out).items() if n > 1]
     if twice:
         raise UsageError(f"two samples have the same id {twice[0]}; rename one sample or one file")

@@ -204,6 +204,10 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     return [Cell(one.method, one) for one in plans.values()]
 
 
+def _names(cells: list[Cell], what: str) -> str:
+    return ",".join(dict.fromkeys(str(getattr(cell.plan, what)) for cell in cells))
+
+
 def _material(given: dict[str, Any], model: Path, folder: Path, questions: list[str]) -> Material:
     from kvedge_lab.tune import material
     from kvedge_lab.tune.certificate import LEAST_PROOF
@@ -243,6 +247,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
         material = _material(given, model, pages, questions)
         header = {"model": model_hash, "mmproj": profiles.hash_of(mmproj), "kv_type": settings.storage.key,
                   "pictures": material.source, "questions": hashed(questions), "target": given["target"],
+                  "methods": _names(cells, "method"), "budgets": _names(cells, "budget"),
                   "plans": [cell.digest for cell in cells]}  # fmt: skip
         kept = _kept(held, kept_in, header, given["fresh"])
         display = Minutes(not given["quiet"] and not given["verbose"], seconds, kept.spent)

@@ -79,7 +79,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
             break
         try:
             data = parsed(text)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DatasetError(f"{where} is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise DatasetError(f"{where} is not a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ def read_text(path: Path) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Parses JSON. Raises ValueError, also for lone surrogates, which results could not be written with."""
-    data = json.loads(text)
+    """Parses JSON. Raises ValueError, also for a name that an object has twice, of which Python takes the last value,
+    and for lone surrogates, which results could not be written with.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
     if "\\ud" in text.lower():
         try:
             json.dumps(data, ensure_ascii=False).encode()
@@ -35,10 +41,19 @@ def parsed(text: str) -> Any:
     return data
 
 
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"the name '{names.most_common(1)[0][0]}' occurs twice in an object")
+    return found
+
+
 def read_json(path: Path) -> Any:
+    text = read_text(path)
     try:
-        return parsed(read_text(path))
-    except (ValueError, RecursionError) as error:
+        return parsed(text)
+    except ValueError as error:
         raise DatasetError(f"{path} is not JSON: {error}") from None
 
 
@@ -57,13 +72,22 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def is_folder(path: Path) -> bool:
+    """Returns whether a folder exists. A name that the system refuses does not exist."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def image_file(folder: Path, name: Any, where: str) -> Path:
     """Returns the path of an existing image. Raises DatasetError."""
     if not isinstance(name, str) or not name:
         raise DatasetError(f"{where}: an image must be a path, not {name!r}")
     path = folder / name
     if not is_file(path):
-        raise DatasetError(f"{where}: the image {path} does not exist")
+        why = "is a folder" if is_folder(path) else "does not exist"
+        raise DatasetError(f"{where}: the image {path} {why}")
     return path
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from kvedge_lab.demo_tasks import evalset
 from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, messages, show_text
@@ -24,6 +25,7 @@ from pykvedge.errors import DatasetError, UsageError, unknown
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.prompt import IMAGE, Message
 
+T = TypeVar("T")
 SECOND = "/2"  # end of the name of a demo or page task whose question comes in the second turn
 PAGES = "page-"  # start of the name of a page task
 Image = Path | Scene | Page
@@ -137,22 +139,24 @@ def demo_names() -> list[str]:
     return [*TASKS, *(name + SECOND for name in TASKS)]
 
 
-def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") -> list[Sample]:
+def demo_samples(
+    name: str, count: int, seed: int, images: int, part: str = "", look: Callable[[], None] = lambda: None
+) -> list[Sample]:
     """Draws `count` held-out samples of a demo task. Raises UnknownNameError.
 
     name: a task; a task with "/2", whose question comes in the second turn; or several tasks joined by "+", whose
     questions are asked about the same scenes in turn, each answered by its reference except the last. images: scenes of
-    a sample of needle tasks. part: "search", "validation" or "test", with disjoint scenes; "": all. Answers are limited
-    to twice the length of the reference: no longer answer can be right.
+    a sample of needle tasks. part: "search", "validation" or "test", with disjoint scenes; "": all. look: called
+    for each sample. Answers are limited to twice the length of the reference: no longer answer can be right.
     """
     if THEN in name:
-        return _chains(name, count, seed, images, part)
+        return _chains(name, count, seed, images, part, look)
     if name not in demo_names():
         raise unknown("task", name, demo_names())
     task, second = name.removesuffix(SECOND), name.endswith(SECOND)
     if task in NEEDLE_TASKS:
         _check_images(task, images)
-    drawn = islice(evalset.samples(task, seed, images, second, part), count)
+    drawn = _some(evalset.samples(task, seed, images, second, part), count, look)
     of = f"{name}:{seed}:{images}:{part}".removesuffix(":")
     return [_demo_sample(name, f"{of}:{n}", sample) for n, sample in enumerate(drawn)]
 
@@ -162,14 +166,19 @@ def page_names() -> list[str]:
     return [PAGES + name + end for name in PAGE_TASKS for end in ("", SECOND)]
 
 
-def page_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
-    """Draws `count` held-out samples of a page task about `images` pages. Raises UnknownNameError, UsageError."""
+def page_samples(
+    name: str, count: int, seed: int, images: int, look: Callable[[], None] = lambda: None
+) -> list[Sample]:
+    """Draws `count` held-out samples of a page task about `images` pages. look: called for each sample.
+
+    Raises UnknownNameError, UsageError.
+    """
     if name not in page_names():
         raise unknown("task", name, page_names())
     task, out = name.removeprefix(PAGES).removesuffix(SECOND), list[Sample]()
     if task == "which-page" and images < 2:
         raise UsageError(f"{name} needs 2 to {pages.MAX_PAGES} pages, not {images}")
-    for n, sample in enumerate(islice(page_sets.samples(task, seed, images), count)):
+    for n, sample in enumerate(_some(page_sets.samples(task, seed, images), count, look)):
         asked = messages(images, sample.question.text, name.endswith(SECOND), "page")
         lines = [DialogMessage(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in asked]
         lines[0] = replace(lines[0], images=sample.pages)
@@ -178,12 +187,18 @@ def page_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
     return out
 
 
+def _some(drawn: Iterable[T], count: int, look: Callable[[], None]) -> Iterator[T]:
+    for one in islice(drawn, count):
+        look()
+        yield one
+
+
 def _check_images(task: str, images: int) -> None:
     if not 2 <= images <= 8:
         raise UsageError(f"{task} needs 2 to 8 images, not {images}")
 
 
-def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sample]:
+def _chains(name: str, count: int, seed: int, images: int, part: str, look: Callable[[], None]) -> list[Sample]:
     tasks = name.split(THEN)
     for task in tasks:
         if task not in TASKS:
@@ -194,7 +209,7 @@ def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sa
     if tasks[0] in NEEDLE_TASKS:
         _check_images(name, images)
     of, out = f"{name}:{seed}:{images}:{part}".removesuffix(":"), []
-    for n, (scenes, asked) in enumerate(islice(evalset.chain(tasks, seed, images, part), count)):
+    for n, (scenes, asked) in enumerate(_some(evalset.chain(tasks, seed, images, part), count, look)):
         lines = [DialogMessage("user", asked[0].text, scenes)]
         for before, question in pairwise(asked):
             lines += [DialogMessage("assistant", before.answer), DialogMessage("user", question.text)]

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from pykvedge.errors import one_line
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -35,7 +37,7 @@ class Display:
     def say(self, text: str) -> None:
         """Writes a line that stays on the screen."""
         self.done()
-        print(text, file=sys.stderr, flush=True)
+        print(one_line(text), file=sys.stderr, flush=True)
 
     def done(self) -> None:
         if self._bar is not None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import textwrap
 
+from pykvedge.errors import one_line
+
 WIDTH = 80  # columns of a terminal
 
 
 def markdown(rows: list[list[str]]) -> str:
     """Returns the rows as a table. The first row is the head."""
+    rows = [[_cell(text) for text in row] for row in rows]
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
         for cells in (rows[0], ["-" * width for width in widths], *rows[1:])
     )
+
+
+def _cell(text: str) -> str:
+    """Returns a text that is one cell of one line: names may contain line breaks, strokes and terminal commands."""
+    return one_line(text).replace("|", "\\|")
 
 
 def folded(rows: list[list[str]], keys: int = 1) -> str:
