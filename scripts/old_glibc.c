@@ -1,4 +1,4 @@
-// Functions that glibc got after 2.28, for libraries that old_glibc.py helps to link. Hidden: each library has its own.
+// Functions that glibc got after 2.27, for libraries that old_glibc.py helps to link. Hidden: each library has its own.
 
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,9 +1,9 @@
-"""Lets this system's GCC link libraries that run with glibc 2.28 and the C++ library of GCC 8, as manylinux_2_28 asks.
+"""Lets this system's GCC link libraries that run with glibc 2.27 and the C++ library of GCC 7, as manylinux_2_27 asks.
 
     python3 scripts/old_glibc.py FOLDER COMPILER     # cmake/Portable.cmake calls it, and passes -LFOLDER to the linker
 
 A library asks for each function in the newest version that the linker saw. glibc keeps the old versions. So the folder
-gets stand-ins for libc, libm, libpthread, libdl and libstdc++ with the same names, but only with versions up to 2.28. A
+gets stand-ins for libc, libm, libpthread, libdl and libstdc++ with the same names, but only with versions up to 2.27. A
 later function comes from the static libstdc++ or from old_glibc.c; for any other the linker reports an error. Programs
 still run the functions of the user's system; the stand-ins are not installed.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llama_source import SourceError, ended
 
-NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+NEWEST = {"GLIBC": (2, 27), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 SYMBOL = re.compile(r"(FUNC|IFUNC|OBJECT)\s+(?:GLOBAL|WEAK|UNIQUE)\s+DEFAULT\s+\d+\s+([\w.$]+)(@@?)([A-Z]+)_([\d.]+)$")
 Versions = dict[str, tuple[str, int, str, bool]]  # symbol: (type, size, version, whether glibc 2.34 moved it to libc)
 
