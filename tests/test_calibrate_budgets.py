@@ -27,6 +27,7 @@ from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.loaded import borrow
 
 POINTS = (0.01, 0.03, 0.1, 0.3, 1.0)
+PLACES = [(layer, head) for layer in range(5) for head in range(2)]  # of the packaged model
 NONE = np.zeros(0, dtype=np.float32)
 
 
@@ -274,11 +275,34 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
             CurveFile(path, changed, 2, resume=True)
     whole = path.read_bytes()
     for damaged in (b"[1]\n", b"no JSON\n", b"{}\n", whole + b"[]\n", whole + b'{"sample": 1, "baseline": NaN}\n',
-                    whole + b'{"sample": 1, "layer": 0, "head": 0, "losses": [1]}\n'):  # fmt: skip
+                    whole + b'{"sample": 1, "layer": 0, "head": 0, "losses": [1]}\n',
+                    whole + b'{"sample": 1, "layer": 0, "head": 0, "losses": [-1, 1]}\n',
+                    whole + b'{"sample": 1, "layer": 0, "head": 0, "losses": [1, 1e300]}\n',
+                    whole + b'{"sample": 1, "layer": 0, "head": 1.5, "losses": [1, 1]}\n',
+                    whole + b'{"sample": 1, "layer": -1, "head": 0, "losses": [1, 1]}\n'):  # fmt: skip
         path.write_bytes(damaged)
         with pytest.raises(UsageError, match="does not contain losses"):
             CurveFile(path, header, 2, resume=True)
         assert path.read_bytes() == damaged
+
+
+def test_files_of_losses_with_other_heads_make_no_profile(demo, tmp_path):
+    """Each head of the model is in each finished sample: a lost line, or a line of another model, is no loss of 0."""
+    setup, path, drawn = setup_for("window", 0.1, 2, (0.1,)), tmp_path / "losses.jsonl", scenes("head-budgets")
+    samples = list(itertools.islice(drawn, 2))
+    for change in (lambda places: places[:-1], lambda places: [*places, (99, 0)], lambda places: places):
+        path.unlink(missing_ok=True)
+        with closing(CurveFile(path, {}, 2)) as kept:
+            for number, places in enumerate((PLACES, change(PLACES))):
+                for place in places:
+                    kept.add(number, place, [0.5, 0.0])
+                kept.end(number, 0.5)
+        with closing(CurveFile(path, {}, 2, resume=True)) as kept:
+            if change(PLACES) == PLACES:
+                assert measure_curves(demo, setup, samples, 2, kept, lambda *_: None).places == PLACES
+                continue
+            with pytest.raises(UsageError, match="the file of losses has other heads than the model"):
+                measure_curves(demo, setup, samples, 2, kept, lambda *_: None)
 
 
 def test_two_programs_do_not_write_to_one_file(tmp_path):

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from kvedge_lab.eval.measure import Cell
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, full_cell
 from kvedge_lab.eval.tasks import DialogMessage, Sample, demo_samples
+from kvedge_lab.tune.race import RaceRecords
 from pykvedge import Picture, Sampling, UsageError
 
 
@@ -254,6 +256,27 @@ def test_a_header_of_another_model_is_refused(tmp_path):
     with pytest.raises(UsageError, match="was measured with model 'a', not 'b'"):
         Records(path, {"model": "b"}, True)
     Records(path, {"model": "a"}, True).close()
+
+
+@pytest.mark.parametrize("kind", [Records, RaceRecords])
+def test_records_that_are_no_figures_are_refused(tmp_path, kind):
+    """A file that was edited or damaged is refused when it is opened, not after the measurement."""
+    path, more = tmp_path / "r.jsonl", {} if kind is RaceRecords else {"resume": True}
+    figures = {"prompt_tokens": 9, "kept": 4.5, "full_bytes": 90, "kept_bytes": 45, "tokens": 3, "top1": 3, "kld": 0.5}
+    good = {"id": "a", "digest": "d", "plan": "p", "method": "full", "budget": 1.0, "answer": "x", "at": 2, **figures}
+    first = json.dumps({kind.KIND: kind.VERSION})
+    for name, value in [(None, None), *((name, value) for name in kind.NEEDED for value in (None, "1", [1]))]:
+        path.write_text(f"{first}\n{json.dumps(good | {name: value} if name else good)}\n")
+        if name is None:
+            with closing(kind(path, {}, **more)) as read:
+                assert list(read.rows) == [("a", "full", "1.0")]
+            continue
+        with pytest.raises(UsageError, match="does not contain"):
+            kind(path, {}, **more)
+    if kind is Records:
+        path.write_text(f"{first}\n{json.dumps(good | {'score': 'x'})}\n")
+        with pytest.raises(UsageError, match="does not contain"):
+            kind(path, {}, **more)
 
 
 # ---------------------------------------------------------------------------------------------- the command line

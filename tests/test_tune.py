@@ -176,13 +176,13 @@ def test_an_unfinished_run_belongs_to_its_questions_and_pictures(home, refused, 
     pictures.mkdir()
     for i in range(24):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(pictures / f"{i}.bmp")
-    tried = [("What is it?", 0), ("What is it?\n\n", 0), ("What is that?", 0), ("What is it?", 255)]
+    tried = [("What is it?", 0), ("What is it?\n\nWhat is it?\n", 0), ("What is that?", 0), ("What is it?", 255)]
     for text, green in tried:
         questions.write_text(text)
         Image.new("RGB", (8, 8), (0, green, 0)).save(pictures / "0.bmp")
         refused("tune", "--questions", questions, "--images", pictures).failed(2, "enough")
     first, same, others, edited = headers
-    assert first == same
+    assert first == same and material.read_questions(questions) == ["What is it?"]
     assert [name for name in first if first[name] != others[name]] == ["questions"]
     assert [name for name in first if first[name] != edited[name]] == ["pictures"]
 

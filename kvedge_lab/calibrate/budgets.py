@@ -44,6 +44,7 @@ SMALLEST = 1 / 128  # the first point, as a share of the prompt
 MAX_POINTS = 1000
 METHOD = "snapkv"  # this method protects nothing and merges nothing
 SAME = 1e-6  # nats: a smaller difference is rounding
+MOST = 1e9  # nats: a larger loss was not measured
 Place = tuple[int, int]  # (layer of the model, KV head)
 Step = Callable[[str, int], None]  # (text about the current work, number of measurements done since the last call)
 OnEstimate = Callable[[int, float], Step]  # (number of measurements, expected seconds)
@@ -141,12 +142,27 @@ class CurveFile(Results):
 
     def _take(self, row: dict[str, Any]) -> None:
         numbers = np.array(row["losses"] if "losses" in row else [row["baseline"]], dtype=np.float64)
-        if numbers.shape != (self._n_points if "losses" in row else 1,) or not np.isfinite(numbers).all():
+        right = numbers.shape == (self._n_points if "losses" in row else 1,)
+        if not right or not ((numbers >= 0) & (numbers < MOST)).all():
             raise ValueError(row)
-        if "losses" in row:
-            self.heads.setdefault(int(row["sample"]), {})[int(row["layer"]), int(row["head"])] = numbers.tolist()
+        sample, *place = (row[name] for name in ("sample", "layer", "head")[: 3 if "losses" in row else 1])
+        if not all(type(number) is int and number >= 0 for number in (sample, *place)):
+            raise ValueError(row)
+        if place:
+            self.heads.setdefault(sample, {})[place[0], place[1]] = numbers.tolist()
         else:
-            self.baselines[int(row["sample"])] = float(numbers[0])
+            self.baselines[sample] = float(numbers[0])
+
+    def places(self, n_samples: int, n_layers: int) -> list[Place]:
+        """Returns the heads of all samples, in order. Raises UsageError if they differ, or if a layer is not there."""
+        places = sorted(self.heads.get(0, {}))
+        if any(layer >= n_layers for layer, _ in places) or any(
+            sorted(self.heads.get(number, {})) != places for number in range(n_samples)
+        ):
+            raise UsageError(
+                "the file of losses has other heads than the model, or not all heads of a sample; save to another file"
+            )
+        return places
 
 
 @dataclass
@@ -355,6 +371,6 @@ def measure_curves(
         curver.measure(done - 1, sample, way)
     if not done:
         raise UsageError("no sample can be measured; --compress context needs samples with images or earlier questions")
-    places, numbers = sorted(kept.heads[0]), range(done)
+    places, numbers = kept.places(done, reader.model.n_layer), range(done)
     losses = np.array([[kept.heads[number][place] for place in places] for number in numbers])
     return Curves(losses.mean(axis=0), places, used, float(np.mean([kept.baselines[n] for n in numbers])))

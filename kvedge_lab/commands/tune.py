@@ -265,6 +265,8 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
             race = Race(loan, settings, material, cells, cells[0], given["target"], seconds, kept, display, cancel)
             try:
                 race.run(lambda reader: calibrate(race, reader, kept_in[1], say))
+            except UsageError as error:  # a record of the unfinished run does not fit
+                raise UsageError(str(error).replace("give --save another file", "add --fresh to start again")) from None
             except CancelledError:
                 click.echo("kvedge: stopped; the same command continues the run", err=True)
                 raise
@@ -275,7 +277,7 @@ def _race(given: dict[str, Any], cells: list[Cell], seconds: float) -> Iterator[
 def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any], fresh: bool) -> RaceRecords:
     """Opens the figures of an unfinished run, or new ones. A lock keeps other programs out."""
     from kvedge_lab.tune.race import RaceRecords
-    from pykvedge.errors import SaveError
+    from pykvedge.errors import SaveError, SessionFileError
     from pykvedge.runtime.sessionlock import SessionLock
 
     try:
@@ -286,6 +288,8 @@ def _kept(held: contextlib.ExitStack, files: list[Path], header: dict[str, Any],
         kept = RaceRecords(files[0], header)
         held.callback(kept.close)
         return kept
+    except SessionFileError as error:
+        raise SaveError(str(error).replace(", or use another session file", "")) from None
     except OSError as error:
         raise SaveError(f"{files[0].parent} cannot be written: {error.strerror or error}") from None
     except UsageError as error:

@@ -11,6 +11,8 @@ from typing import Any
 
 from kvedge_lab.jsonlines import Results
 
+# names of a record that are no number or None
+_OTHERS = ("id", "digest", "task", "groups", "metric", "method", "plan", "reference", "answer", "klds")
 Key = tuple[str, str, str]  # sample id, name and budget of the cell
 
 
@@ -25,6 +27,7 @@ class Records(Results):
     KIND, VERSION, WHAT = "kvedge_eval", 2, "results of kvedge eval"
     UNSAID: Mapping[str, Any] = {"compress": "prompt"}
     FREE = ("asked",)
+    NEEDED: tuple[str, ...] = ("prompt_tokens", "kept")  # names of a record that are numbers
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], resume: bool) -> None:
         """Raises what Results raises."""
@@ -37,6 +40,11 @@ class Records(Results):
         self._file.add(record)
 
     def _take(self, row: dict[str, Any]) -> None:
+        for name in (*self.NEEDED, *(name for name in row if name not in _OTHERS)):
+            if not isinstance(row[name], (int, float)) and (row[name] is not None or name in self.NEEDED):
+                raise ValueError(row)
+        if not all(isinstance(one, (int, float)) for one in row.get("klds", ())):
+            raise ValueError(row)
         if row["digest"] and row["plan"]:
             self.rows[key_of(row)] = row
 

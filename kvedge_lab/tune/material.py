@@ -112,8 +112,8 @@ def folder(path: Path, seed: int, questions: Sequence[str], least: int) -> Mater
 
 
 def read_questions(path: Path) -> list[str]:
-    """Reads questions from a file, one per line. Raises UsageError."""
-    found = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    """Reads questions from a file, one per line, each once. Raises UsageError."""
+    found = list(dict.fromkeys(line.strip() for line in read_text(path).splitlines() if line.strip()))
     if not found:
         raise UsageError(f"{path} has no questions; write one question per line")
     return found

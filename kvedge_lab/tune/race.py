@@ -41,6 +41,7 @@ class RaceRecords(Records):
     """The figures so far, with the seconds of the run at which they came."""
 
     KIND, VERSION, WHAT = "kvedge_tune", 1, "an unfinished run of kvedge tune"
+    NEEDED = ("tokens", "top1", "kld", "full_bytes", "kept_bytes", "at")
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         super().__init__(path, header, resume=True)
