@@ -3,6 +3,7 @@
 import pytest
 
 from pykvedge import ModelError, Picture, UsageError
+from pykvedge.models.composer import Composer
 from pykvedge.models.prompt import ChatTemplate, Message, check_places, places
 
 CHATML = (
@@ -18,6 +19,21 @@ CHAT = [USER, Message("assistant", " A cup. "), Message("user", "And that?", [PI
 
 def template(source):
     return ChatTemplate(source, "<s>", "</s>")
+
+
+class Words:
+    """A vocabulary without special tokens."""
+
+    adds_bos = False
+
+    def __init__(self, template):
+        self.chat_template = lambda: template
+        self.special_text = lambda which: ""
+        self.special_words = lambda text: []
+
+
+def prompt(source, *messages):
+    return Composer(Words(source), None).first([Message(role, text) for role, text in messages]).text
 
 
 def test_images_come_before_the_text_of_their_message():
@@ -115,3 +131,49 @@ def test_places_and_pictures_must_agree(text, n, says):
         check_places(text, n)
     check_places(text, text.count("<image>"))
     check_places(r"\<image>", n)
+
+
+LOOP = "{% for m in messages %}{% if CASE %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+ASKED, LONG = ("user", "Why?"), ("user", "What is in the picture, and where does it come from?")
+SYSTEM, ANSWER = ("system", "Be brief."), ("assistant", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [
+        ("You are here. Why?", "user"),
+        (LOOP.replace("CASE", "m.role != 'user'"), "user"),
+        (LOOP.replace("CASE", "m.content == '?'"), "user"),
+        (LOOP.replace("CASE", "m.role == 'user' or m.content == '?'"), "system"),
+    ],
+)
+def test_a_text_that_the_template_drops_is_an_error(source, lost):
+    for question in (ASKED, LONG, ("user", "Be brief.")):
+        with pytest.raises(ModelError, match=f"drops the text of the {lost} message"):
+            prompt(source, *[SYSTEM] * (lost == "system"), question)
+    only_first = "{{ messages[0].content }}"
+    assert prompt(only_first, LONG) == LONG[1]
+    with pytest.raises(ModelError, match="drops the text of the user message"):
+        prompt(only_first, LONG, ANSWER, LONG)
+
+
+@pytest.mark.parametrize(
+    "form", ["trim", "upper", "tojson", "replace('?', '!')", "replace('/brief', '') | trim"]
+)
+def test_a_text_that_the_template_changes_is_no_error(form):
+    source = LOOP.replace("CASE", "true").replace("m.content", f"m.content | {form}")
+    for text in ("?", '  "Why"\n\n', "/brief", LONG[1] + "\n<b> ü", ""):
+        assert prompt(source, ("system", text), ("user", text)).count("user: ") == 1
+
+
+def test_a_later_system_message_that_the_template_drops_is_written_in_a_user_message():
+    first_only = LOOP.replace("CASE", "m.role != 'system' or loop.first")
+    told = [SYSTEM, ASKED, ANSWER, ("system", "Be \\<image> polite."), ASKED]
+    assert prompt(first_only, *told).endswith("assistant: Yes.\nuser: Be \\<image> polite.\nWhy?\n")
+    assert prompt(first_only, *told).startswith("system: Be brief.\nuser: Why?\n")
+    assert "system: Be \\<image> polite." in prompt(LOOP.replace("CASE", "true"), *told)
+
+
+def test_what_a_template_makes_of_an_answer_does_not_begin_the_next_one():
+    source = "{% for m in messages %}{{ m.content | upper }}|{% endfor %}"
+    assert prompt(source, ASKED, ("assistant", "Because")) == "WHY?|Because"

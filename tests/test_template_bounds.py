@@ -60,11 +60,18 @@ def test_output_without_end_of_a_plain_template_is_ended():
         template.first([Message("user", "a" * (MAX_OUTPUT // 50))], "")
 
 
-def test_chat_says_so_in_one_line(kvedge, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (HOSTILE["a macro that calls itself"], ("chat template fails", "the process of the template ended")),
+        ("Hi there, Hi.", ("chat template drops the text of the user message; use another model file",)),
+    ],
+)
+def test_chat_says_so_in_one_line(kvedge, tmp_path, source, says):
     path = tmp_path / "m.gguf"
-    vocabulary = tokens.spm(512, template=HOSTILE["a macro that calls itself"])
+    vocabulary = tokens.spm(512, template=source)
     write_gguf(path, *text_model(TextSpec("llama", vocabulary, 2, 4, 2, 32, 128, 2048)))
-    kvedge("chat", "--model", path, "Hi").failed(1, "chat template fails", "the process of the template ended")
+    kvedge("chat", "--model", path, "Hi").failed(1, *says)
 
 
 PLAIN = (

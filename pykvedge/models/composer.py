@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pykvedge.errors import UsageError
+from pykvedge.errors import ModelError, UsageError
 from pykvedge.models import toolresults
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, PLACE, ChatTemplate, Message, places
@@ -21,6 +21,8 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.models.vocabulary import LONG, Vocabulary
 
 USUAL_MARKER = "<__media__>"  # the picture marker of llama.cpp's mtmd
+_CERTAIN = 32  # characters of a text that is in a prompt only if the template wrote it there
+_TRIED = 8  # most messages that are tried one by one
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Composer:
         hidden: dict[str, str] = {}
         known, safe = self._hide_in(values or {}, hidden), self._safe(self._known(messages), hidden)
         begun = self.lead + safe.pop().text if len(safe) > 1 and safe[-1].role == "assistant" else ""
-        text = self._template.first(safe, self.marker, known) + begun
+        text = self._written(safe, known) + begun
         if self._model.adds_bos and not text.startswith(self._bos):
             text = self._bos + text
         return PromptText(text, hidden)
@@ -58,7 +60,35 @@ class Composer:
         """Writes the text after the last answer. messages: the last three are user, assistant, user."""
         hidden: dict[str, str] = {}
         safe, known = self._safe(self._known(messages), hidden), self._hide_in(values or {}, hidden)
-        return PromptText(self._template.following(safe, self.marker, known), hidden)
+        return PromptText(self._written(safe, known, later=True), hidden)
+
+    def _written(self, messages: list[Message], values: Mapping[str, Any], later: bool = False) -> str:
+        """Runs the template, and checks that it writes the text of the last question and of each system message.
+
+        later: the messages before the last question were read before. A system message that the template drops, and
+        that does not begin the conversation, moves into a user message.
+        """
+        write = self._template.following if later else self._template.first
+        text = write(messages, self.marker, values)
+        asked = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
+        first = asked if later else 0
+        given = "\n".join(message.text for message in messages[first:])
+        stand_ins: dict[int, str] = {}
+        for i, message in enumerate(messages[first:], first):
+            said = message.text.strip() if i == asked or message.role == "system" else ""
+            if said and (len(said) < _CERTAIN or text.count(said) < given.count(said)):
+                stand_ins[i] = secrets.token_hex(16)
+        changed = [replace(message, text=stand_ins.get(i, message.text)) for i, message in enumerate(messages)]
+        without = write(changed, self.marker, values) if stand_ins else ""
+        for i in [i for i, stand_in in stand_ins.items() if stand_in not in without][:_TRIED]:
+            one_changed = [*messages[:i], changed[i], *messages[i + 1 :]]
+            if write(one_changed, self.marker, values) != text:
+                continue  # the template changes texts, for example their case
+            if (moved := toolresults.later_systems_as_text(messages)) != messages:
+                return self._written(moved, values, later)
+            what = "use another model file" if i == asked else "write this text into the question"
+            raise ModelError(f"the model's chat template drops the text of the {messages[i].role} message; {what}")
+        return text
 
     @functools.cached_property
     def lead(self) -> str:

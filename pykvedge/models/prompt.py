@@ -191,9 +191,9 @@ class ChatTemplate:
         stand_in = secrets.token_hex(16)
         question = {"role": "user", "content": "?"}
         answered = [question, {"role": "assistant", "content": stand_in}]
-        before = self._render(answered, prompt=False).partition(stand_in)[0]
+        before, found, _ = self._render(answered, prompt=False).partition(stand_in)
         asked = self._render([question])
-        return before[len(asked) :] if before.startswith(asked) else ""
+        return before[len(asked) :] if found and before.startswith(asked) else ""
 
     def _render(
         self, messages: list[dict[str, Any]], prompt: bool = True, values: Mapping[str, Any] | None = None

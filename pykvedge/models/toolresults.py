@@ -1,4 +1,4 @@
-"""Rewrites tool results in a conversation for chat templates that cannot write them."""
+"""Rewrites tool results and later system messages for chat templates that cannot write them."""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ def as_text(messages: list[Message]) -> list[Message]:
             told = [json.dumps(_function(call), ensure_ascii=False) for call in calls]
             message = Message(message.role, "\n".join([message.text, *told] if message.text else told))
         _append(message, out)
+    return out
+
+
+def later_systems_as_text(messages: list[Message]) -> list[Message]:
+    """Turns system messages that do not begin the conversation into user messages."""
+    out = list[Message]()
+    for i, message in enumerate(messages):
+        later = message.role == "system" and i > 0
+        _append(Message("user", escaped(message.text)) if later else message, out)
     return out
 
 
