@@ -78,5 +78,6 @@ def test_a_path_that_is_wrong_is_no_name(native, tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     for path in ("models/typo", "user/typo.gguf", "typo"):
-        assert refused("fit", path) == f"{path} does not exist"
+        hint = "" if path.endswith(".gguf") else "; give a GGUF file, or a name of a model hub such as USER/REPO:Q4_K_M"
+        assert refused("fit", path) == f"{path} does not exist{hint}"
     assert "user/typo is not in the cache" in refused("fit", "user/typo", "--offline")

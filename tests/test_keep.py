@@ -12,6 +12,7 @@ from keeping import ANSWER, Talk, answers, give_plan, messages, methods_plan
 
 import pykvedge
 from pykvedge.library import libkvedge
+from pykvedge.models.packaged import BLIND
 from pykvedge.native.abi import DEVICES_ALL
 
 KINDS = ["llama", "qwen3", "gemma3", "qwen2vl"]
@@ -195,5 +196,5 @@ def test_a_budget_of_all_keeps_whole_rows(native, closing):
     for _ in range(3):
         answer = session.ask("How many shapes are there?", (), pykvedge.Sampling(max_tokens=4))
         answer.read()
-        assert answer.report.notes == [] and answer.report.kv.whole_bytes > 0
+        assert set(answer.report.notes) <= {BLIND} and answer.report.kv.whole_bytes > 0
     session.drop_turn(2)
