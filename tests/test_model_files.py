@@ -10,7 +10,8 @@ from modelgen import tokens
 from modelgen.text import TextSpec, text_model
 from modelgen.writer import write_gguf
 
-from pykvedge.errors import ModelError
+from pykvedge.errors import KvedgeWarning, ModelError
+from pykvedge.models.model import Model
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.shape import ModelShape
 
@@ -112,6 +113,33 @@ def test_numbers_that_are_none_are_a_named_error(tmp_path, name, value):
     changes = {f"llama.{name}": value, "tokenizer.ggml.tokens": []}
     with pytest.raises(ModelError):
         ModelShape.of(check_model(written(tmp_path, meta=changes)))
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({"tokenizer.ggml.model": "t5", "tokenizer.ggml.bos_token_id": None}, "has no bos token, but adds this token"),
+        ({"tokenizer.ggml.bos_token_id": TOKENS.index("a")}, "first token 'a' is not marked as special"),
+    ],
+)
+def test_a_model_whose_prompts_cannot_begin_or_end_is_refused(kvedge, tmp_path, meta, says):
+    kvedge("chat", "--model", written(tmp_path, meta=meta), "Hi").failed(1, says, "convert the model again")
+
+
+def test_a_vocabulary_without_the_words_of_a_prompt_is_an_error(kvedge, tmp_path):
+    vocabulary = tokens.bpe(512, template="{{ messages[-1].content }}")
+    values, own = text_model(dataclasses.replace(SPECS["llama"], vocab=vocabulary))
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {**values, "tokenizer.ggml.tokens": [f"[{i}]" for i in range(512)]}, own)
+    kvedge("chat", "--model", path, "Hi").failed(1, "tokeniser makes no tokens of the prompt", "convert the model again")
+
+
+def test_a_model_that_does_not_say_how_to_split_words_gives_a_warning(tmp_path):
+    values, own = text_model(dataclasses.replace(SPECS["llama"], vocab=tokens.bpe(512)))
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {key: value for key, value in values.items() if key != "tokenizer.ggml.pre"}, own)
+    with pytest.warns(KvedgeWarning, match="does not say how its tokeniser splits words"):
+        Model(path).close()
 
 
 # ------------------------------------------------------------------------------------------------- valid files

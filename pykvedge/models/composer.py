@@ -23,6 +23,7 @@ from pykvedge.models.vocabulary import LONG, Vocabulary
 USUAL_MARKER = "<__media__>"  # the picture marker of llama.cpp's mtmd
 _CERTAIN = 32  # characters of a text that is in a prompt only if the template wrote it there
 _TRIED = 8  # most messages that are tried one by one
+_PATTERNS = 1024  # sequences of roles that are remembered
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,17 @@ class Composer:
     """Writes a model's prompts as text, and cuts them into pieces of tokens and images."""
 
     def __init__(self, model: Vocabulary, vision: Vision | None) -> None:
-        """Raises ModelError for an unreadable chat template."""
+        """Raises ModelError for an unreadable chat template, or a first token that no text writes."""
         self._model, self._vision = model, vision
         self._bos = model.special_text("bos")
         self._template = ChatTemplate(model.chat_template(), self._bos, model.special_text("eos"))
         self.marker = vision.marker if vision else ""
+        self._written_whole: set[tuple[object, ...]] = set()  # sequences of roles whose texts the template writes
+        if model.adds_bos and model.tokenize(self._bos) != [model.bos]:
+            raise ModelError(
+                f"the model's first token {self._bos!r:.40} is not marked as special, so a prompt cannot begin with "
+                f"it; convert the model again"
+            )
 
     def first(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> PromptText:
         """Writes the conversation up to the assistant's answer, or up to the end of an assistant message to continue.
@@ -66,17 +73,20 @@ class Composer:
         """Runs the template, and checks that it writes the text of the last question and of each system message.
 
         later: the messages before the last question were read before. A system message that the template drops, and
-        that does not begin the conversation, moves into a user message.
+        that does not begin the conversation, moves into a user message. Short texts may be in the prompt by chance, so
+        other texts stand for them, once for each sequence of roles.
         """
         write = self._template.following if later else self._template.first
         text = write(messages, self.marker, values)
         asked = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
         first = asked if later else 0
         given = "\n".join(message.text for message in messages[first:])
+        roles = (later, *(message.role for message in messages))
+        known = roles in self._written_whole
         stand_ins: dict[int, str] = {}
         for i, message in enumerate(messages[first:], first):
             said = message.text.strip() if i == asked or message.role == "system" else ""
-            if said and (len(said) < _CERTAIN or text.count(said) < given.count(said)):
+            if said and ((len(said) < _CERTAIN and not known) or text.count(said) < given.count(said)):
                 stand_ins[i] = secrets.token_hex(16)
         changed = [replace(message, text=stand_ins.get(i, message.text)) for i, message in enumerate(messages)]
         without = write(changed, self.marker, values) if stand_ins else ""
@@ -88,6 +98,9 @@ class Composer:
                 return self._written(moved, values, later)
             what = "use another model file" if i == asked else "write this text into the question"
             raise ModelError(f"the model's chat template drops the text of the {messages[i].role} message; {what}")
+        if len(self._written_whole) >= _PATTERNS:
+            self._written_whole.clear()
+        self._written_whole.add(roles)
         return text
 
     @functools.cached_property
@@ -123,7 +136,9 @@ class Composer:
     def pieces(self, prompt: PromptText, pictures: list[Picture]) -> list[Piece]:
         """Cuts the prompt into pieces, with the pictures at their markers. Raises ImageError, UsageError."""
         if self._vision is None or not pictures:
-            return [TextPiece(self.tokens(prompt))]
+            if not (tokens := self.tokens(prompt)):
+                raise ModelError("the model's tokeniser makes no tokens of the prompt; convert the model again")
+            return [TextPiece(tokens)]
         if len(prompt.text) <= LONG and not any(word in prompt.text for word in prompt.hidden):
             return self._vision.split(prompt.text, pictures)
         texts = prompt.text.split(self.marker)

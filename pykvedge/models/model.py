@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import CancelledError, ModelError, OutOfMemoryError
+from pykvedge.errors import CancelledError, KvedgeWarning, ModelError, OutOfMemoryError
 from pykvedge.models.model_values import rotates_nothing
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
@@ -82,6 +83,10 @@ class Model(Vocabulary):
         if why := self._fault():
             self.close()
             raise ModelError(f"{path} {why}")
+        values = self.header.values
+        if values.get("tokenizer.ggml.model") == "gpt2" and not values.get("tokenizer.ggml.pre"):
+            warnings.warn(f"{path} does not say how its tokeniser splits words, so answers may be worse; convert the "
+                          "model again", KvedgeWarning, stacklevel=2)  # fmt: skip
 
     def _fault(self) -> str:
         """Returns why the model cannot be used, or ""."""
@@ -92,6 +97,10 @@ class Model(Vocabulary):
             return "is a diffusion model, which does not generate token by token; use another model"
         if llama.llama_vocab_n_tokens(self.vocab) < 1:
             return "has no vocabulary; convert the model again"
+        for name in ("bos", "eos"):  # llama.cpp's tokenisers assert that the token exists
+            adds, token = getattr(llama, f"llama_vocab_get_add_{name}"), getattr(llama, f"llama_vocab_{name}")
+            if adds(self.vocab) and token(self.vocab) < 0:
+                return f"has no {name} token, but adds this token to prompts; convert the model again"
         if rotates_nothing(self.header) and llama.llama_model_rope_type(self.handle) != llama.LLAMA_ROPE_TYPE_NONE:
             return "has a rope.dimension_count of 0; convert the model again"
         return ""

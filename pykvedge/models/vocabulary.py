@@ -51,9 +51,15 @@ class Vocabulary:
         return self.written(token) if token >= 0 else ""
 
     @property
+    def bos(self) -> int:
+        """Returns the number of the token that begins a text; -1 if the model has none."""
+        return int(self.llama.llama_vocab_bos(self.vocab))
+
+    @functools.cached_property
     def adds_bos(self) -> bool:
-        """Whether the tokeniser puts a first token before prompts."""
-        return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
+        """Whether the tokeniser puts the token `bos` before prompts. Some kinds of tokenisers never do."""
+        asked = self.bos >= 0 and self.llama.llama_vocab_get_add_bos(self.vocab)
+        return bool(asked) and self._cut("", False, True)[:1] == [self.bos]
 
     def tokenize(self, text: str, special: bool = True, begins: bool = False) -> list[int]:
         """Cuts a text into tokens. special: the texts of special tokens become special tokens.
