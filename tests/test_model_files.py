@@ -131,7 +131,7 @@ def test_a_vocabulary_without_the_words_of_a_prompt_is_an_error(kvedge, tmp_path
     values, own = text_model(dataclasses.replace(SPECS["llama"], vocab=vocabulary))
     path = tmp_path / "m.gguf"
     write_gguf(path, {**values, "tokenizer.ggml.tokens": [f"[{i}]" for i in range(512)]}, own)
-    kvedge("chat", "--model", path, "Hi").failed(1, "tokeniser makes no tokens of the prompt", "convert the model again")
+    kvedge("chat", "--model", path, "Hi").failed(1, "makes no tokens of the prompt", "convert the model again")
 
 
 def test_a_model_that_does_not_say_how_to_split_words_gives_a_warning(tmp_path):
