@@ -144,7 +144,19 @@ class BrokenRuleError(KvedgeError, AssertionError):
     """A method that breaks a rule of `kvedge methods --check`."""
 
 
+NO_MEMORY = "not enough memory; close other programs or use a smaller model"
+NO_THREAD = (
+    "the system refuses another thread: not enough memory, or a limit of processes (ulimit -u, or pids.max of a "
+    "container); raise the limit"
+)
 _MAX_SHOWN = 2000  # most characters of a message
+
+
+def lacking(error: Exception) -> str:
+    """Returns what the system lacks if Python has no named error for it: memory or a thread. "": something else."""
+    if isinstance(error, MemoryError):
+        return NO_MEMORY
+    return NO_THREAD if isinstance(error, RuntimeError) and "can't start new thread" in str(error) else ""
 
 
 def printable(text: str) -> str:

@@ -118,6 +118,14 @@ def test_what_fails_is_told_in_its_own_words(error, status, code):
     assert (told.status, told.message, told.code) == (status, "why", code)
 
 
+@pytest.mark.parametrize(
+    ("error", "says"), [(MemoryError(), "not enough memory"), (RuntimeError("can't start new thread"), "pids.max")]
+)
+def test_what_the_system_lacks_may_be_there_later(error, says):
+    told = errors.of(error)
+    assert (told.status, told.code) == (503, "out_of_memory") and told.retry_s and says in told.message
+
+
 @pytest.mark.parametrize(("body", "status", "code", "param"), WRONG, ids=range(len(WRONG)))
 def test_wrong_requests(server, body, status, code, param):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from pykvedge.errors import CancelledError, KvedgeError, KvedgeWarning, UsageError, one_line
+from pykvedge.errors import CancelledError, KvedgeError, KvedgeWarning, UsageError, lacking, one_line
 
 _COMMANDS = {
     "chat": "chat:chat", "run": "chat:run", "serve": "serve:serve",
@@ -199,15 +199,8 @@ def _explain(error: Exception) -> int:
 
         _complain(libcheck.explain(Path(error.path or "kvedge"), str(error), libcheck.REINSTALL))
         return 1
-    if isinstance(error, MemoryError):
-        _complain("not enough memory; close other programs or use a smaller model")
-        return 1
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # Python has no type for it
-        from pykvedge.native.crash import NO_THREAD
-
-        _complain(NO_THREAD)
-        return 1
-    _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see the traceback)")
+    unexpected = f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see the traceback)"
+    _complain(lacking(error) or unexpected)
     return 1
 
 

@@ -11,17 +11,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pykvedge.errors import KvedgeError, LibraryError, one_line
+from pykvedge.errors import NO_THREAD, KvedgeError, LibraryError, one_line
 from pykvedge.native import ggml
 from pykvedge.native.calls import call
 
 CODE = 1  # exit code of the process
 _NO_MEMORY = ("mem_buffer", "alloc", "out of memory")  # words in ggml's assertion messages
 _THREAD_ASSERTION = "GGML_ASSERT(rc == 0)"  # ggml's, if the system refuses a thread
-NO_THREAD = (
-    "the system refuses another thread: not enough memory, or a limit of processes (ulimit -u, or pids.max of a "
-    "container); raise the limit"
-)
 _HANDSHAKE = "RPC handshake failed"
 _HUNG_UP = "Remote RPC server crashed or returned malformed response"
 

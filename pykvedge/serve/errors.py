@@ -17,6 +17,7 @@ from pykvedge.errors import (
     RequestError,
     StateError,
     UsageError,
+    lacking,
     one_line,
 )
 
@@ -63,8 +64,9 @@ def of(error: Exception) -> RequestError:
         return RequestError(503, "the answer was stopped, because the server is shutting down", "cancelled", retry_s=5)
     if isinstance(error, StateError):
         return RequestError(503, text, "unavailable", retry_s=5)
-    if isinstance(error, OutOfMemoryError):
-        return RequestError(503, text, "out_of_memory", retry_s=5)
+    lacks = text if isinstance(error, OutOfMemoryError) else lacking(error)
+    if lacks:
+        return RequestError(503, lacks, "out_of_memory", retry_s=5)
     if isinstance(error, (UsageError, NothingToCompressError, ModelError)):
         return RequestError(400, text, "invalid_value")
     if isinstance(error, KvedgeError):
