@@ -42,10 +42,10 @@ class Driver:
 
     def close(self) -> None:
         """Frees the context and its KV memory. A second call does nothing."""
+        self.context.close()  # first: a context that lives on would reserve memory for llama.cpp's own attention
         if self.cache is not None:
             self.cache.detach()
             self.cache = None
-        self.context.close()
 
     def take_over(
         self,
