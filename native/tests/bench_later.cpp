@@ -175,7 +175,7 @@ bool compress(GraphRows & rows, const std::vector<LayerShape> & shapes, size_t m
     const double measure = ms([&] { done = rows.measure(job, measures) == DeviceRows::Outcome::done; });
     const double took    = ms([&] { done = done && rows.compress(request) == DeviceRows::Outcome::done; });
     if (!done) {
-        std::fprintf(stderr, "%s\n", rows.problem().c_str());
+        std::fprintf(stderr, "%s\n", rows.problem().text());
         return false;
     }
     const DeviceWork & w = rows.work;

@@ -99,7 +99,7 @@ int main(int argc, char ** argv) {
             std::vector<Measures> out;
             rows.work = {};
             if (rows.measure(job, out) != DeviceRows::Outcome::done) {
-                std::fprintf(stderr, "%s\n", rows.problem().c_str());
+                std::fprintf(stderr, "%s\n", rows.problem().text());
                 return 1;
             }
             best = std::min(best, 1e-3 * (double) rows.work.measure_us);

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -230,7 +231,7 @@ void Pair::compress() {
     CompressJob other = request;
     other.storage     = { Type::q8_0, Type::q4_0 };
     CHECK(there->compress(other) == DeviceRows::Outcome::lacking);
-    CHECK(there->problem().find(ggml_backend_dev_name(device)) != std::string::npos);
+    CHECK(std::strstr(there->problem().text(), ggml_backend_dev_name(device)));
     CHECK(there->compress(request) == DeviceRows::Outcome::done);
 
     Job job  = make_job(host, *plan, 2, false);

@@ -199,7 +199,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
     const auto            outcome = rows.measure(job, found);
     CHECK(outcome == DeviceRows::Outcome::done);
     if (outcome != DeviceRows::Outcome::done) {
-        std::fprintf(stderr, "%s\n", rows.problem().c_str());
+        std::fprintf(stderr, "%s\n", rows.problem().text());
         CHECK(rows.fetch(seq.rows, 2));
         return;
     }

@@ -159,7 +159,7 @@ class Unsealed {
 // Fills err with the device's problem. Sets outcome.lost if rows are lost; else nothing has changed.
 static kvedge_status fail_device(DeviceRows::Outcome why, Compression & outcome, kvedge_error * err) {
     outcome.lost = why == DeviceRows::Outcome::failed;
-    return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.device_rows->problem().c_str());
+    return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.device_rows->problem().text());
 }
 
 // Replaces the pending rows by the chosen rows, or writes the chosen rows to job.compressed_copy (outcome.keep_original).

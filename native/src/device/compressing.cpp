@@ -234,14 +234,14 @@ T GraphRows::Compressing::flat(ggml_context * c, size_t l, bool keys) const {
 // ---------------------------------------------------------------------------------------------------------
 // Graphs
 
-Outcome GraphRows::Compressing::problem(Outcome outcome, size_t l, const std::string & what) {
-    return rows.fail(outcome, from.layers[l].device, what);
+Outcome GraphRows::Compressing::problem(Outcome outcome, size_t l, const char * what, const char * which) {
+    return rows.fail(outcome, from.layers[l].device, what, which);
 }
 
 Outcome GraphRows::Compressing::prepare(size_t l, GraphBuilder & builder) {
     const auto device = from.layers[l].device;
     if (const char * operation = kvedge::lacking(device, builder.graph)) {
-        return problem(Outcome::lacking, l, std::string("cannot compute operation ") + operation);
+        return problem(Outcome::lacking, l, "cannot compute operation ", operation);
     }
     const bool room = from.devices[from.layers[l].on].worker->make_room(device, builder.graph, from.n_threads);
     return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress rows");
@@ -524,7 +524,7 @@ DeviceRows::Outcome GraphRows::compress(const CompressJob & job) {
         slots_.give_back_memory();
         return outcome;
     } catch (const std::bad_alloc &) {
-        problem_ = "no memory on the host to compress rows on devices";
+        problem_.set({ "no memory on the host to compress rows on devices" });
         return started ? Outcome::failed : Outcome::full;
     }
 }

@@ -11,7 +11,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 namespace kvedge {
@@ -108,7 +107,7 @@ struct GraphRows::Compressing {
     // These functions run a graph on the device of `layer`.
     Outcome prepare(size_t layer, GraphBuilder & builder);  // checks the graph's operations and makes room for its results
     Outcome compute(size_t layer, GraphBuilder & builder);
-    Outcome problem(Outcome outcome, size_t layer, const std::string & what);
+    Outcome problem(Outcome outcome, size_t layer, const char * what, const char * which = "");
     void    upload(GraphTransfer & transfer);
     void    download(const ggml_tensor * from, void * to);
     const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // [T]; NULL: no pending row has a bias

@@ -78,8 +78,8 @@ void GraphRows::drop(size_t l, int32_t head, int32_t row) {
     }
 }
 
-DeviceRows::Outcome GraphRows::fail(Outcome outcome, ggml_backend_dev_t device, const std::string & what) {
-    problem_ = std::string("device ") + ggml_backend_dev_name(device) + " " + what;
+DeviceRows::Outcome GraphRows::fail(Outcome outcome, ggml_backend_dev_t device, const char * what, const char * which) {
+    problem_.set({ "device ", ggml_backend_dev_name(device), " ", what, which });
     if (outcome == Outcome::full) {
         slots_.refuse(device);
     }

@@ -82,7 +82,7 @@ class GraphRows : public DeviceRows {
     ggml_tensor * attend_group(const GraphLayer & in, const DeviceLayer & layer, const Group & group) const;
     ggml_tensor * attend_regions(const GraphLayer & in, const DeviceLayer & layer, const Group & group) const;
     ggml_tensor * attend_several(const GraphLayer & in, const DeviceLayer & layer) const;
-    Outcome       fail(Outcome outcome, ggml_backend_dev_t device, const std::string & what);  // sets problem_, returns outcome
+    Outcome       fail(Outcome outcome, ggml_backend_dev_t device, const char * what, const char * which = "");  // sets problem_
     Outcome       measure_on(size_t device, const MeasureJob & job, std::vector<Measures> & out);
 
     Slots              slots_;

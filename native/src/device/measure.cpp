@@ -476,12 +476,12 @@ DeviceRows::Outcome GraphRows::measure_on(size_t device, const MeasureJob & job,
     }
     Measuring &   graph  = *kept;
     ggml_cgraph * cgraph = graph.builder->graph;
-    const auto    end    = [&](Outcome outcome, const std::string & why) {
+    const auto    end    = [&](Outcome outcome, const char * why, const char * which = "") {
         on.worker->give_back_memory();
-        return fail(outcome, on.device, why);
+        return fail(outcome, on.device, why, which);
     };
     if (const char * operation = lacking(on.device, cgraph)) {
-        return end(Outcome::lacking, std::string("cannot compute operation ") + operation);
+        return end(Outcome::lacking, "cannot compute operation ", operation);
     }
     on.worker->give_back_memory();  // frees the work memory of earlier graphs
     if (!graph.transfer.allocate() || !on.worker->make_room(on.device, cgraph, slots_.n_threads)) {
@@ -508,7 +508,7 @@ DeviceRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measu
     const char *  what  = unmeasured(slots_, job);
     out.resize(slots_.layers.size());
     for (size_t i = 0; i < slots_.devices.size() && job.wanted.any() && job.n_tokens > 0; i++) {
-        const Outcome outcome = what ? fail(Outcome::lacking, slots_.devices[i].device, std::string("cannot compute scores ") + what)
+        const Outcome outcome = what ? fail(Outcome::lacking, slots_.devices[i].device, "cannot compute scores ", what)
                                      : measure_on(i, job, out);
         if (outcome != Outcome::done) {
             return outcome;

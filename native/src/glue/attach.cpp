@@ -358,7 +358,7 @@ extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) 
 extern "C" const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id) {
     return asked(kv, (const char *) nullptr, [&] {
         const SequenceState * s = kv->sequences.find(seq_id);
-        return s && !s->device_problem.empty() ? s->device_problem.c_str() : nullptr;
+        return s && !s->device_problem.empty() ? s->device_problem.text() : nullptr;
     });
 }
 

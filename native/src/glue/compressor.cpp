@@ -75,13 +75,13 @@ DeviceRows * Compressor::device_of(SequenceState & state, const kvedge_plan & pl
         return nullptr;
     }
     if (!state.limits.empty()) {
-        state.device_problem = "limits of tokens are applied on the host";
+        state.device_problem.set({ "limits of tokens are applied on the host" });
     } else if (keeps) {
-        state.device_problem = "whole rows are kept on the host";
+        state.device_problem.set({ "whole rows are kept on the host" });
     } else if (reads) {
-        state.device_problem = std::string("'") + reads + "' has no graph for devices, so the host read the rows";
+        state.device_problem.set({ "'", reads, "' has no graph for devices, so the host read the rows" });
     } else if (state.device->form().storage.quantised() || (sequences_.storage.quantised() && even_rows(state.seq->rows) != 0)) {
-        state.device_problem = "the rows are quantised already, and devices compress plain rows only";
+        state.device_problem.set({ "the rows are quantised already, and devices compress plain rows only" });
     }
     return state.device_problem.empty() ? state.device.get() : nullptr;
 }

@@ -84,17 +84,18 @@ bool Keeping::wanted(SequenceState & state) const {
     }
     if (state.seq->rows.contents().pending_from > 0) {
         if (state.whole.problem.empty()) {
-            state.whole.problem = "the conversation was compressed before without keeping whole rows";
+            state.whole.problem.set({ "the conversation was compressed before without keeping whole rows" });
         }
         return false;
     }
     return true;
 }
 
-void Keeping::give_up(SequenceState & state, const char * why, const char * what) noexcept try {
-    state.whole = {};
-    state.whole.problem.append(why).append(what);
-} catch (const std::bad_alloc &) {  // without memory for the reason, the rows are given up all the same
+void Keeping::give_up(SequenceState & state, const char * why, const char * what) noexcept {
+    Reason problem;
+    problem.set({ why, what });  // first: the sequence may own a text
+    state.whole         = {};
+    state.whole.problem = problem;
 }
 
 uint64_t Keeping::held() const {
@@ -200,7 +201,7 @@ void Keeping::adopt_written_rows(SequenceState & state) {
         switch (job.state) {
             case SpillJob::State::waiting: j++; continue;
             case SpillJob::State::failed:
-                give_up(state, "kvedge ", std::string(job.problem.empty() ? "had no memory to write whole rows" : job.problem).c_str());
+                give_up(state, "kvedge ", job.problem.empty() ? "had no memory to write whole rows" : job.problem.c_str());
                 return;
             case SpillJob::State::dropped: jobs.erase(jobs.begin() + (std::ptrdiff_t) j); continue;
             case SpillJob::State::written: break;
@@ -349,6 +350,6 @@ extern "C" kvedge_status kvedge_choose_again(kvedge_cache * kv, int32_t seq_id, 
 extern "C" const char * kvedge_keep_problem(const kvedge_cache * kv, int32_t seq_id) {
     return asked(kv, (const char *) nullptr, [&] {
         const SequenceState * s = kv->sequences.find(seq_id);
-        return s && !s->whole.problem.empty() ? s->whole.problem.c_str() : nullptr;
+        return s && !s->whole.problem.empty() ? s->whole.problem.text() : nullptr;
     });
 }

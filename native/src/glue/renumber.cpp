@@ -81,7 +81,7 @@ void turn_all(kvedge_cache & kv, SequenceState & state, Moved && moved) {
         move_to(*state.seq, std::move(moved), kv.context.threads());
     } catch (...) {
         state.whole         = {};  // the whole rows have moved already
-        state.whole.problem = "no memory to change the positions of the compressed rows";
+        state.whole.problem.set({ "no memory to change the positions of the compressed rows" });
         throw;
     }
     if (whole) {

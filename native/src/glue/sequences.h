@@ -10,6 +10,7 @@
 #include "kvedge.h"
 #include "plan/plan.h"
 #include "sequence/sequence.h"
+#include "system/reason.h"
 #include "system/spill.h"
 
 #include <atomic>
@@ -72,7 +73,7 @@ struct Whole {
     std::vector<std::shared_ptr<SpillJob>> jobs;                    // rows that are being written to the file
     uint64_t                               compression_number = 0;
     int32_t                                n_read = 0;  // tokens that the compression chose from
-    std::string                            problem;  // why requested whole rows are missing; empty: not missing, or not requested
+    Reason                                 problem;  // why requested whole rows are missing; empty: not missing, or not requested
 
     Whole() = default;
     Whole(Whole &&) = default;
@@ -116,7 +117,7 @@ struct SequenceState : ContinuationState {
     int64_t                   compress_us = 0;
     int32_t                   n_unfitted = 0, n_scant = 0;  // of the last compression
     DeviceWork                device_work;     // of the last compression, if rows lay on devices
-    std::string               device_problem;  // why the last compression ran on the host; empty: it did not, or no rows lay on devices
+    Reason                    device_problem;  // why the last compression ran on the host; empty: it did not, or no rows lay on devices
     TokenWeights              weights;
     Whole                     whole;
 

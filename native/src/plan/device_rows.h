@@ -3,11 +3,11 @@
 #pragma once
 
 #include "system/pages.h"
+#include "system/reason.h"
 #include "rows/rows.h"
 
 #include <cmath>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace kvedge {
@@ -110,11 +110,11 @@ class DeviceRows {
     // lacking, full: no row changed. failed: a device failed half-way, and rows are lost.
     virtual Outcome compress(const CompressJob & job) = 0;
 
-    const std::string & problem() const { return problem_; }  // names the device and the operation for an error message
+    const Reason & problem() const { return problem_; }  // names the device and the operation for an error message
     DeviceWork          work;
 
   protected:
-    std::string problem_;
+    Reason problem_;
 };
 
 }  // namespace kvedge
