@@ -43,6 +43,6 @@ def test_the_glue_through_llama_cpp(tiny, tmp_path, kinds):
     models = [tiny(kind, **native_build.GLUE_SHAPE).model for kind in kinds]
     done = subprocess.run(
         [program, tmp_path, *models], capture_output=True, text=True, errors="replace", timeout=600,
-        env={**os.environ, "KVEDGE_FAULTS_EVERY": "7"},
+        env={**os.environ, "KVEDGE_FAULTS_EVERY": "17"},
     )  # fmt: skip
     assert done.returncode == 0, f"kvedge-glue-tests ended with code {done.returncode}\n{done.stdout}{done.stderr}"
