@@ -31,7 +31,7 @@ from pykvedge.models.documents import MAX_PAGES, MAX_STREAMED, PageSize, load_pi
 from pykvedge.models.images import Picture, notes
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
-from pykvedge.models.packaged import BLIND, PACKAGED, hints
+from pykvedge.models.packaged import PACKAGED, hints
 from pykvedge.models.prompt import Message, check_places, places
 from pykvedge.models.vision import Piece, Vision
 from pykvedge.plans.making import checked_plan
@@ -187,9 +187,11 @@ class Session(Closing, Conversation):
         report.notes += [self._tuned] if self._tuned else []
         self._tuned = ""
         report.notes += notes(pictures)
-        if not self._hinted and (hinted := self._hints(pictures)):
+        if not self._hinted:
+            seeing = any(message.pictures for message in self.messages)
+            hinted = hints(self.model.path, pictures, seeing)
             report.notes += hinted
-            self._hinted = True
+            self._hinted = bool(hinted)
         report.notes += [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self.answer = answer = Answer(self, report, generation)
         return answer
@@ -547,12 +549,6 @@ class Session(Closing, Conversation):
         self._require_eyes(message.pictures)
         _check_prompt(prompt, len(message.pictures))
         return self.first_pieces([message], plan or self.plan)
-
-    def _hints(self, pictures: list[Picture]) -> list[str]:
-        """Returns a line if the packaged model is asked about what it does not know, otherwise []."""
-        if self.model.path == PACKAGED and not any(message.pictures for message in self.messages):
-            return [BLIND]
-        return hints(self.model.path, pictures)
 
     def _require_eyes(self, pictures: list[Picture]) -> None:
         if pictures and self._vision is None:

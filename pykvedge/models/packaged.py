@@ -31,10 +31,15 @@ def is_scene(picture: Picture) -> bool:
     return bool(np.mean(np.abs(pixels - background).max(axis=1) <= _NOISE) >= _PLAIN)
 
 
-def hints(model: Path, pictures: Iterable[Picture | object]) -> list[str]:
-    """Returns a line about the first picture that the packaged model does not know; [] for other models."""
+def hints(model: Path, pictures: Iterable[Picture | object], seeing: bool = True) -> list[str]:
+    """Returns a line about what the packaged model does not know; [] for other models.
+
+    This is the first picture that is no drawn scene, or a conversation without pictures (not seeing).
+    """
     if model != PACKAGED:
         return []
+    if not seeing:
+        return [BLIND]
     for picture in pictures:
         if isinstance(picture, Picture) and not is_scene(picture):
             name = one_line(picture.name)
